@@ -2,11 +2,13 @@
 
 import datetime as dt
 import enum
+import functools
 import inspect
 import itertools
 import uuid
 from collections.abc import Hashable
 from decimal import Decimal
+from pathlib import Path
 from typing import Annotated, Any, Literal, NewType, Optional, SupportsInt, TypeVar
 
 import pytest
@@ -16,6 +18,7 @@ from django_fencedlock.core.names import Parameters, Template, validate
 
 class Colour(enum.Enum):
     RED = "red"
+    BOTH = ("red", "blue")
 
 
 @pytest.mark.parametrize("name", ["x", "é" * 200, "a b", " a", "{x}", "new\nline", "🔒"])
@@ -64,7 +67,15 @@ def test_every_way_to_pass_an_argument_makes_one_name():
     ],
 )
 def test_plain_values_have_their_usual_text(value, text):
-    assert Template("{it}", lambda it: ...).render((value,), {}) == text
+    for conversion in ("", "!s"):
+        template = Template(f"{{it{conversion}}}", lambda it: ...)
+        assert template.render((value,), {}) == text
+
+
+def test_equal_numbers_have_one_text_under_each_conversion():
+    for template in ("{it}", "{it!r}", "{it!s}", "{it!a:>5}"):
+        made = Template(template, lambda it: ...)
+        assert made.render((-0.0,), {}) == made.render((0.0,), {})
 
 
 def test_a_part_of_an_argument_may_be_named():
@@ -76,11 +87,15 @@ class Order:
     pk = 5
 
 
-ORDER = "Parameter 'it' is an Order, which has no fixed text for lock name 'x:{it}'. Use {it.pk}."
-DICT = (
-    "Parameter 'it' is a dict, which has no fixed text for lock name 'x:{it}'. Use {it[id]}, or "
-    "another plain value of it."
-)
+NO_TEXT = "Parameter 'it' is {}, which has no fixed text for lock name 'x:{{it}}'. {}."
+PART = "Use a plain value of it, such as {}"
+ORDER = NO_TEXT.format("an Order", PART.format("{it.pk}"))
+DICT = NO_TEXT.format("a dict", PART.format("{it[id]}"))
+
+
+def no_part(what):
+    """Return the message where a part that every value has might be the same in two of them."""
+    return NO_TEXT.format(what, "Pass a plain value instead")
 
 
 @pytest.mark.parametrize(
@@ -88,23 +103,24 @@ DICT = (
     [
         ("x:{it}", Order(), ORDER),
         ("x:{it}", {"a": 1}, DICT),
-        ("x:{it}", [1], DICT.replace("dict", "list").replace("id]", "0]")),
-        (
-            "x:{it}",
-            object(),
-            ORDER.replace("Order", "object").replace("Use {it.pk}", "Pass a plain value instead"),
-        ),
+        ("x:{it}", [1], no_part("a list")),
+        ("x:{it}", b"x", no_part("a bytes")),
+        ("x:{it}", Path("a/b"), no_part(f"a {type(Path()).__name__}")),
+        ("x:{it}", Colour.BOTH, no_part("a Colour")),
+        ("x:{it!r}", Colour.BOTH, no_part("a Colour").replace("{it}", "{it!r}")),
+        ("x:{it}", object(), no_part("an object")),
         (
             "{it[a]}",
             {"a": Order()},
-            "{it[a]} is an Order, which has no fixed text for lock name '{it[a]}'. Use {it[a].pk}.",
+            "{it[a]} is an Order, which has no fixed text for lock name '{it[a]}'. Use a plain "
+            "value of it, such as {it[a].pk}.",
         ),
         (
             "{it.pk}",
             3,
             "build(): Lock name '{it.pk}' needs {it.pk}: 'int' object has no attribute 'pk'.",
         ),
-        ("{it[a]}", {}, "build(): Lock name '{it[a]}' needs {it[a]}: 'a'."),
+        ("{it[a]}", {}, "build(): Lock name '{it[a]}' needs {it[a]}: key 'a' is missing."),
     ],
 )
 def test_values_whose_text_is_not_the_same_everywhere_are_refused(template, value, message):
@@ -124,12 +140,15 @@ def test_values_whose_text_is_not_the_same_everywhere_are_refused(template, valu
         (Order | None, ORDER),
         (Optional["Order"], ORDER),
         (dict[str, int], DICT),
+        (list[int], no_part("a list")),
+        (Path, no_part("a Path")),
     ],
 )
 def test_an_annotation_shows_that_values_have_no_text(annotation, message):
-    def build(it): ...
+    def build(it, other): ...
 
-    build.__annotations__["it"] = annotation
+    # Another annotation may be a name that only type checkers import.
+    build.__annotations__ = {"other": "Unknown", "it": annotation}
     with pytest.raises(TypeError) as caught:
         Template("x:{it}", build)
     assert str(caught.value) == message
@@ -149,6 +168,16 @@ def test_other_annotations_are_no_error(annotation):
 
     build.__annotations__["it"] = annotation
     assert Template("x:{it}", build).render((5,), {}) == "x:5"
+
+
+def test_the_annotations_of_a_function_below_a_decorator_are_not_those_of_the_call():
+    def charge(it: Order): ...
+
+    @functools.wraps(charge)
+    def load(it):
+        charge(Order())
+
+    assert Template("x:{it}", load).render((5,), {}) == "x:5"
 
 
 def test_keys_of_kwargs_may_be_used():

@@ -1,5 +1,6 @@
 """The text of each error of `single_instance`: what happened, why, and what to do."""
 
+import functools
 
 import pytest
 from celery import Task, shared_task
@@ -26,6 +27,12 @@ def gcharge(invoice_id):
 def annotated(invoice: Invoice): ...
 
 
+def bound(self, *args, invoice_id=None, **kwargs): ...
+
+
+def keyed(self, *args, **kwargs): ...
+
+
 class Charge(Task): ...
 
 
@@ -34,6 +41,7 @@ DECORATES = (
     "@single_instance decorates functions. For a class-based task, decorate its run() method: put "
     "@single_instance above def run(self, ...) in Charge."
 )
+EXAMPLE = "{invoice_id}"
 TEMPLATE = 'Write a template: @single_instance("charge:{}").'
 
 
@@ -59,11 +67,15 @@ def said(*given, of=charge, **terms):
             "Invalid lock name template 'invoice:{invoice_id': expected '}' before end of string. "
             "Write a parameter as {invoice_id}, and a brace as {{ or }}.",
         ),
-        (
-            "invoice:{}",
-            "Positional {} is not supported; name a parameter: 'invoice:{invoice_id}'.",
+        *(
+            (
+                f"x:{field}",
+                f"Positional {shown} is not supported. Name a parameter, such as {EXAMPLE}.",
+            )
+            for field, shown in [
+                *(("{}", "{}"), ("{!r}", "{}"), ("{0:>5}", "{0}"), ("{0.pk}", "{0.pk}")),
+            ]
         ),
-        ("x:{0}", "Positional {0} is not supported; name a parameter: 'x:{invoice_id}'."),
         (
             "tests.Invoice",
             '"tests.Invoice" names a model and no row. Write @single_instance("tests.Invoice", '
@@ -141,10 +153,6 @@ def test_of_a_class_without_a_name():
         ({"once": {"graceful": True}}, TEMPLATE.format("{invoice_id}")),
         ({"on_conflct": "skip"}, "Did you mean 'on_conflict'?"),
         (
-            {"pk": "{invoice_id}"},
-            'Columns need a model: @single_instance(Invoice, pk="{invoice_id}").',
-        ),
-        (
             {"zzz": 3},
             "Arguments: on_conflict, blocking_timeout, ttl, backend, max_hold, fenced and 6 more.",
         ),
@@ -153,7 +161,7 @@ def test_of_a_class_without_a_name():
 def test_of_arguments_of_other_packages(terms, hint):
     (key,) = terms
     message = f"@single_instance has no argument {key!r}. {hint}"
-    for name in ((), ("x:{invoice_id}",), (lambda task, arguments: "x",)):
+    for name in ((), ("x:{invoice_id}",), (lambda task, arguments: "x",), ("reports.daily",)):
         assert said(*name, **terms) == message
 
 
@@ -219,11 +227,59 @@ USER = (
             {"pk": "{invoice_id}", "tll": 3},
             "@single_instance(\"tests.Invoice\") has no argument 'tll'. Did you mean 'ttl'?",
         ),
+        (
+            Warehouse,
+            {"town": "Bern", "floor": "currency"},
+            "@single_instance(Warehouse, town='Bern'): it must be a template. Write "
+            'town="{invoice_id}".',
+        ),
+        (
+            Warehouse,
+            {"floor": "currency", "town": "Bern"},
+            "@single_instance(Warehouse, floor='currency'): it must be a template. Write "
+            'floor="{currency}".',
+        ),
         ("x", {"columns": 3}, 'columns is 3; write columns={"column": "{parameter}"}.'),
+        (
+            Invoice,
+            {"pk": "{invoice_id}", "columns": {"pk": "{invoice_id}"}},
+            "@single_instance has 'pk' twice: remove it from columns=.",
+        ),
+        *(
+            (
+                name,
+                terms,
+                "Column 'pk' needs a model: @single_instance(Invoice, pk=\"{invoice_id}\").",
+            )
+            for name in ("x", None)
+            for terms in [{"pk": "{invoice_id}"}, {"columns": {"pk": "{invoice_id}"}}]
+        ),
     ],
 )
 def test_of_a_model(model, terms, message):
     assert said(model, **terms) == message
+
+
+@pytest.mark.parametrize("function", [bound, keyed])
+@pytest.mark.parametrize("naming", [("x:{}",), ("tests.Invoice",), (Invoice,)])
+def test_an_example_is_a_parameter_of_one_value(naming, function):
+    text = said(*naming, of=function)
+    assert EXAMPLE in text
+    assert "{self}" not in text
+    assert "args}" not in text
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_of_a_second_decoration(wraps):
+    once = single_instance("x")(charge)
+    below = functools.wraps(once)(lambda *args: once(*args)) if wraps else once
+    message = (
+        "charge() is under @single_instance already, and a run has one lock of it. Remove one of "
+        "them. For a further lock, write `with lock(...):` in the body."
+    )
+    assert said("y", of=below) == message
+    with pytest.raises(TypeError, match="is under @single_instance already"):
+        single_instance(below)
 
 
 @isolate_apps("tests")
@@ -278,5 +334,5 @@ def test_of_a_value_without_a_text(celery_app, naming, function, message):
 def test_of_an_annotation():
     assert said("x:{invoice}", of=annotated) == (
         "Parameter 'invoice' is an Invoice, which has no fixed text for lock name 'x:{invoice}'. "
-        "Use {invoice.pk}."
+        "Use a plain value of it, such as {invoice.pk}."
     )

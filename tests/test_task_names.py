@@ -1,6 +1,7 @@
 """The names of tasks' locks: the same for one call everywhere, another for any other."""
 
 import base64
+import re
 from collections import OrderedDict, namedtuple
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -11,6 +12,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from celery import shared_task
+from django.apps import apps
 from django.utils.translation import gettext_lazy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -348,9 +350,16 @@ class TestByTemplate:
         with pytest.raises(TypeError, match="argument 'outgoing' is missing"):
             lock_name(row, other=None)
 
-    def test_keys_of_kwargs_that_are_hidden_are_unknown(self):
-        with pytest.raises(TypeError, match="not a parameter"):
-            single_instance("x:{card}", sensitive="more")(charge)
+    @pytest.mark.parametrize(
+        ("naming", "terms", "words"),
+        [
+            ("x:{card}", {}, "not a parameter"),
+            *((each, {"pk": "{card}"}, "names a row") for each in (Invoice, "tests.Invoice")),
+        ],
+    )
+    def test_keys_of_kwargs_that_are_hidden_are_unknown(self, naming, terms, words):
+        with pytest.raises(TypeError, match=words):
+            single_instance(naming, sensitive="more", **terms)(charge)
 
     @pytest.mark.parametrize("naming", [(), ("x:{note}",)])
     def test_values_without_a_text_of_their_own_are_refused_at_the_call(self, made, naming):
@@ -421,6 +430,30 @@ class TestByModel:
         task = made(charge, Invoice, policy={"pk": template})
         with pytest.raises(ValueError, match=r"^Argument note is None, so it names no row\.$"):
             lock_name(task, 1, note=given)
+
+    @pytest.mark.parametrize(
+        ("town", "call", "empty"),
+        [
+            ("{town}-x", {"town": None}, "town"),
+            ("{town[name]}-x", {"town": {"name": None}}, "town[name]"),
+            ("{note}-{key}", {"key": None, "note": 1}, "key"),
+        ],
+    )
+    def test_an_empty_part_of_a_column_names_no_row(self, made, town, call, empty):
+        row = {"town": town, "floor": "{floor}"}
+        task = made(lambda floor, note=None, **more: None, Warehouse, policy=row)
+        with pytest.raises(ValueError, match=f"^Argument {re.escape(empty)} is None, so it names"):
+            lock_name(task, 1, **call)
+
+    def test_a_label_before_the_apps_are_ready_says_when_to_ask(self, made, monkeypatch):
+        task = made(charge, "tests.Invoice", policy={"pk": "{invoice_id}"})
+        monkeypatch.setattr(apps, "models_ready", False)
+        with pytest.raises(SettingsError) as caught:
+            lock_name(task, 1)
+        assert str(caught.value) == (
+            '@single_instance("tests.Invoice"): Models aren\'t loaded yet. Call django.setup() '
+            "first, or use the task where the apps are ready, as in a function."
+        )
 
     @pytest.mark.parametrize("model", [Invoice, "tests.Invoice"])
     def test_the_alias_is_the_one_of_the_fencing(self, made, monkeypatch, model):

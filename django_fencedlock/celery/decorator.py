@@ -13,7 +13,7 @@ from django.db.models import Model
 
 from .. import conf
 from ..lease import Duration
-from .names import Single, single_of
+from .names import MARK, Single, single_of
 from .policy import (
     MAX_CONFLICT_RETRIES,
     TERMS,
@@ -102,7 +102,10 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
     given = terms.pop("columns", None)
     if not isinstance(given, Mapping | NoneType):
         raise TypeError(f'columns is {given!r}; write columns={{"column": "{{parameter}}"}}.')
-    columns = {key: terms.pop(key) for key in list(terms) if key not in TERMS} | {**(given or {})}
+    columns, given = {key: terms.pop(key) for key in [*terms] if key not in TERMS}, given or {}
+    if twice := [key for key in given if key in columns]:
+        raise TypeError(f"@single_instance has {twice[0]!r} twice: remove it from columns=.")
+    columns |= given
     checked, has_alias = policy(**terms), "backend" in terms
     return lambda function: _decorate(function, name, checked, columns, has_alias)
 
@@ -136,6 +139,12 @@ def _decorate(
     if not callable(function):
         raise TypeError(f"@single_instance decorates a function, not {function!r}.")
     title = getattr(function, "__qualname__", repr(function))
+    # A decorator between that uses functools.wraps() has copied the mark.
+    if hasattr(function, MARK):
+        raise TypeError(
+            f"{title}() is under @single_instance already, and a run has one lock of it. Remove "
+            "one of them. For a further lock, write `with lock(...):` in the body."
+        )
     if inspect.iscoroutinefunction(function):
         raise TypeError(
             f"@single_instance can't wrap {title}(): Celery doesn't run coroutines. Make it a "

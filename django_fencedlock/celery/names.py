@@ -20,7 +20,7 @@ from uuid import UUID
 from celery import Task, _state, current_app, current_task
 from celery.utils.saferepr import saferepr
 from django.apps import apps
-from django.core.exceptions import ImproperlyConfigured
+from django.core.exceptions import AppRegistryNotReady, ImproperlyConfigured
 from django.db.models import Model
 from django.utils.crypto import salted_hmac
 
@@ -31,7 +31,7 @@ from ..core.manager import Service, service
 from ..exceptions import SettingsError
 from ..lease import Lease
 from ..storage.text import HIDDEN
-from .policy import OTHERS, TERMS, Policy, example_of, nearest, unknown
+from .policy import OTHERS, TERMS, Policy, nearest, unknown
 
 if TYPE_CHECKING:
     AnyTask = Task[Any, Any]
@@ -75,7 +75,7 @@ class Single:
                     f"@single_instance(sensitive={each!r}): {function.__qualname__}() has no such "
                     f"parameter. Parameters: {names.shown(self.signature.parameters)}."
                 )
-        is_label = isinstance(name, str) and columns and re.fullmatch(r"\w+\.\w+", name)
+        is_label = columns and isinstance(name, str) and _is_label(name, *columns.values())
         is_model = isinstance(name, type) and issubclass(name, Model)
         #: The lock of a model's row, if a model names it.
         self.row = RowLock(name, columns, function) if is_label or is_model else None
@@ -112,7 +112,7 @@ class Single:
         bound_to_task = task is not None and is_bound(task)
         arguments = self._parameters.bind((task, *args) if bound_to_task else args, kwargs)
         if bound_to_task:
-            del arguments[next(iter(self.signature.parameters))]
+            del arguments[self._parameters.first]
         for key in self.sensitive:
             if key in arguments:
                 arguments[key] = _digest(key, arguments[key])
@@ -161,6 +161,12 @@ def single_of(task: Any) -> Single | None:
     """Return the `Single` of a task; None if it isn't under `single_instance`."""
     found: Single | None = getattr(getattr(task, "run", None), MARK, None)
     return found
+
+
+def _is_label(name: str, *columns: object) -> bool:
+    """Return whether a name is a model's label, as far as it and the model's columns show that."""
+    has_template = any(isinstance(each, str) and "{" in each for each in columns)
+    return bool(re.fullmatch(r"\w+\.\w+" if has_template else _LABEL, name))
 
 
 def is_bound(task: Any) -> bool:
@@ -233,19 +239,17 @@ def naming(
 ) -> tuple[Naming, Callable[[], str]]:
     """Return what names the lock of a call, and the pattern of these names."""
     for key, value in columns.items():
-        raise unknown(f"@single_instance has no argument {key!r}.", key, value, function)
+        raise unknown("@single_instance", key, value, function)
     if given is None:
         return _name_by_call, str
     if isinstance(given, str):
         if _LABEL.fullmatch(given):
             raise TypeError(
                 f'"{given}" names a model and no row. Write @single_instance("{given}", '
-                f'pk="{{{example_of(function)}}}"), or another lock name.'
+                f'pk="{{{names.example_of(function)}}}"), or another lock name.'
             )
         template = names.Template(given, function, hidden=sensitive)
-        # A bound task's first parameter is the task, which isn't among the arguments.
-        first = next(iter(inspect.signature(function).parameters), "")
-        return lambda task, _, arguments: template.fill({first: task, **arguments}), lambda: given
+        return lambda task, _, arguments: template.fill(arguments, task), lambda: given
     if callable(given):
         return lambda task, _, arguments: names.validate(given(task, dict(arguments))), str
     raise TypeError(
@@ -277,8 +281,6 @@ class RowLock:
         self._model, self._function = model, function
         label = f'"{model}"' if isinstance(model, str) else model.__name__
         self._start = f"@single_instance({label}"
-        # A bound task's first parameter is the task, which isn't among the arguments.
-        self._first = next(iter(inspect.signature(function).parameters), "")
         if not isinstance(model, str):
             # A mistake is an error at once. A label's model may not be there yet.
             self._require_columns(model, columns)
@@ -286,8 +288,8 @@ class RowLock:
         for key, text in columns.items():
             if not (isinstance(text, str) and "{" in text):
                 if isinstance(model, str) and (key in OTHERS or nearest(key)):
-                    raise unknown(f"{self._start}) has no argument {key!r}.", key, text, function)
-                field = text if str(text).isidentifier() else example_of(function)
+                    raise unknown(f"{self._start})", key, text, function)
+                field = names.example_of(function, str(text), key)
                 raise TypeError(
                     f"{self._start}, {key}={text!r}): it must be a template. Write "
                     f'{key}="{{{field}}}".'
@@ -306,19 +308,17 @@ class RowLock:
         try:
             model: Any = apps.get_model(self._model)
             self._require_columns(model, self._templates)
+        except AppRegistryNotReady as exc:
+            raise SettingsError(
+                f"{self._start}): {exc} Call django.setup() first, or use the task where the apps "
+                "are ready, as in a function."
+            ) from exc
         except (LookupError, TypeError, ImproperlyConfigured) as exc:
             raise SettingsError(f"{self._start}): {exc}") from exc
         return model.fencing
 
     def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
-        values: dict[str, Any] = {}
-        arguments = {self._first: task, **arguments}
-        for column, template in self._templates.items():
-            values[column] = template.value(arguments)
-            empty = [each for each in template.names if arguments.get(each, "") is None]
-            if empty or values[column] is None:
-                given = min(empty, default=template.text[1:-1])
-                raise ValueError(f"Argument {given} is None, so it names no row.")
+        values = {key: each.value(arguments, task) for key, each in self._templates.items()}
         return str(self.fencing.lock(columns=values).name)
 
     def pattern(self) -> str:
@@ -330,15 +330,15 @@ class RowLock:
         if not hasattr(model, "fencing"):
             raise TypeError(
                 f"{label} is not a FencedModel, so it has no lock. Write a template: "
-                f'@single_instance("{label.lower()}:{{{example_of(self._function)}}}").'
+                f'@single_instance("{label.lower()}:{{{names.example_of(self._function)}}}").'
             )
         fencing, fields = model.fencing, model._meta.concrete_fields
         columns = {"pk": [field.attname for field in fencing.pk]}
         columns |= {key: [field.attname] for field in fields for key in (field.name, field.attname)}
         for key in given:
             if key not in columns:
-                why = f"{self._start}) has no argument {key!r}, and {label} has no such column."
-                raise unknown(why, key, given[key], self._function, {*TERMS, *columns})
+                known, more = {*TERMS, *columns}, f", and {label} has no such column"
+                raise unknown(f"{self._start})", key, given[key], self._function, known, more)
         if fencing.columns is None:
             raise TypeError(
                 f"{self._start}): its lock is named by a callable, which needs a row. Give a "
@@ -347,7 +347,7 @@ class RowLock:
         if {column for key in given for column in columns[key]} != {*fencing.columns}:
             by_pk = {*fencing.columns} == {*columns["pk"]}
             example = {
-                key: f"{{{example_of(self._function, key)}}}"
+                key: f"{{{names.example_of(self._function, key)}}}"
                 for key in (("pk",) if by_pk else fencing.columns)
             }
             shown = [f"{key}={json.dumps(text)}" for key, text in _apart(example).items()]

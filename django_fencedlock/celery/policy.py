@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import enum
-import inspect
 import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields
@@ -12,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from .. import conf
 from ..core.identity import Holder
-from ..core.names import shown
+from ..core.names import example_of, shown
 
 OnConflict = Literal["skip", "retry", "wait", "raise", "coalesce"]
 OnLost = Literal["raise", "abort", "ignore"]
@@ -132,12 +131,14 @@ def unknown(
     value: object,
     function: Callable[..., Any],
     known: Set[str] = TERMS,
+    more: str = "",
 ) -> TypeError:
     """Return the error of an argument that doesn't exist, with what to write instead."""
+    example = example_of(function)
     if key in OTHERS:
         keys = value.get("keys") if isinstance(value, Mapping) else value
         keys = [keys] if isinstance(keys, str) else keys
-        fields = keys if isinstance(keys, list | tuple) and keys else [example_of(function)]
+        fields = keys if isinstance(keys, list | tuple) and keys else [example]
         text = ":".join(
             [getattr(function, "__name__", "task"), *(f"{{{field}}}" for field in fields)]
         )
@@ -145,20 +146,15 @@ def unknown(
     elif near := nearest(key, known):
         hint = f"Did you mean {near[0]!r}?"
     elif known is TERMS and isinstance(value, str) and (key in ("id", "pk") or "{" in value):
-        hint = f'Columns need a model: @single_instance(Invoice, pk="{{{example_of(function)}}}").'
+        needs = f"Column {key!r} needs a model:"
+        return TypeError(f'{needs} @single_instance(Invoice, pk="{{{example}}}").')
     else:
         hint = f"Arguments: {shown(_FIRST)} and {len(TERMS) - len(_FIRST)} more."
-    return TypeError(f"{what} {hint}")
+    return TypeError(f"{what} has no argument {key!r}{more}. {hint}")
 
 
 def nearest(key: str, known: Set[str] = TERMS) -> list[str]:
     return difflib.get_close_matches(key, sorted(known), 1)
-
-
-def example_of(function: Callable[..., Any], column: str = "") -> str:
-    """Return the parameter of a function that may name a row."""
-    found = [each for each in inspect.signature(function).parameters if each != "self"]
-    return column if column in found else next(iter(found), "invoice_id")
 
 
 # Skipped runs

@@ -7,12 +7,12 @@ import difflib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from string import Formatter
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Any
 from uuid import UUID
 
@@ -45,21 +45,24 @@ def validate(name: object) -> str:
 
 def format_value(value: Any, spec: str = "") -> str:
     """Return the text of a value in a name. It must be the same in every process."""
+    value = _plain(value)
     if not isinstance(value, _PLAIN):
         raise TypeError(
             f"A lock name can't contain {a_value_of(type(value))}, which has no fixed text. Use a "
             "plain value of it."
         )
-    if isinstance(value, Enum):
-        return format_value(value.value, spec)
     if value is None:
         return "None"
-    if isinstance(value, float):
-        # 0.0 and -0.0 are equal, also in a database.
-        value = float(value) + 0.0
     if spec:
         _require_short(value, spec)
     return format(value, spec)
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of an enum's member, and 0.0 for -0.0, which databases take for equal."""
+    while isinstance(value, Enum):
+        value = value.value
+    return float(value) + 0.0 if isinstance(value, float) else value
 
 
 def _require_short(value: Any, spec: str) -> None:
@@ -93,85 +96,87 @@ class Template:
         hidden: Collection[str] = (),
         keeps_value: bool = False,
     ) -> None:
-        self.text, self._what = text, f"{what} {text!r}"
+        self.text, self._what, self._function = text, f"{what} {text!r}", function
         self._parameters = Parameters(function)
         known = self._parameters.signature.parameters
         try:
-            fields = list(_fields(text))
-            parsed = list(Formatter().parse(text))
+            self._fields = list(_fields(text))
         except ValueError as exc:
             raise ValueError(
                 f"Invalid lock name template {text!r}: {exc}. Write a parameter as {{invoice_id}}, "
                 "and a brace as {{ or }}."
             ) from exc
-        #: The parameters that it names.
-        self.names = {_root(field) for field in fields}
         # Of hidden ones nothing but a text is left.
         has_rest = self._parameters.rest not in ("", *hidden)
-        for field in fields:
+        for field in self._fields:
             self._require_known(field, known, has_rest)
             if "._" in field:
                 raise TypeError(
                     f"{self._what} uses {{{field}}}, a private attribute. Use a public part of the "
                     "argument."
                 )
-        is_field = [(literal, spec, form) for literal, _, spec, form in parsed] == [("", "", None)]
-        #: The field that is the whole template, if it is one field.
-        self._field = fields[0] if is_field else None
-        if not (keeps_value and is_field):
-            for field in fields:
-                if field not in hidden and (kind := _kind_without_text(function, field)):
-                    raise self._no_text(field, kind)
+        #: The parameters that it names.
+        roots = {_root(field) for field in self._fields}
+        self.names = {root if root in known else self._parameters.rest for root in roots}
+        #: Whether its value is that of the one field that it is made of.
+        self._is_field = keeps_value and [text] == [f"{{{field}}}" for field in self._fields]
+        for field in () if self._is_field else self._fields:
+            if field not in hidden and (kind := _kind_without_text(function, field)):
+                raise self._no_text(field, kind)
         validate(text)
 
     def render(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Return the name for one call. Defaults apply: ``f(1)`` and ``f(a=1)`` have one name."""
         return self.fill(self._parameters.bind(args, kwargs))
 
-    def fill(self, arguments: Mapping[str, Any]) -> str:
-        """Return the name for bound arguments."""
-        return validate(self._text_of(arguments))
+    def fill(self, arguments: Mapping[str, Any], first: object = None) -> str:
+        """Return the name for arguments; `first` is the first parameter's, unless they have it."""
+        return validate(self._text_of(self._all(arguments, first)))
 
-    def value(self, arguments: Mapping[str, Any]) -> Any:
-        """Return the value of a template that is one field; otherwise its text."""
-        if self._field is None:
-            return self._text_of(arguments)
-        return self.look_up(self._field, self._with_rest(arguments))
+    def value(self, arguments: Mapping[str, Any], first: object = None) -> Any:
+        """Return a row's value: that of a template that is one field; otherwise its text."""
+        values = self._all(arguments, first)
+        for field in self._fields:
+            if (value := self.look_up(field, values)) is None:
+                raise ValueError(f"Argument {field} is None, so it names no row.")
+        return value if self._is_field else self._text_of(values)
 
     def look_up(self, field: str, values: Mapping[str, Any]) -> Any:
         """Return what a field names, such as ``order.pk``."""
         try:
             return Formatter().get_field(field, (), values)[0]
         except (AttributeError, LookupError, TypeError) as exc:
-            name = _root(field)
-            why = str(exc) if name in values else f"argument {name!r} is missing"
+            why = str(exc)
+            if isinstance(exc, KeyError):
+                why = f"{'key' if _root(field) in values else 'argument'} {why} is missing"
             raise TypeError(
                 f"{self._parameters.function}(): {self._what} needs {{{field}}}: {why}."
             ) from exc
 
     def plain_value(self, field: str, values: Mapping[str, Any]) -> Any:
         """Return what a field names, if its text is the same in every process."""
-        value = self.look_up(field, values)
+        value = _plain(given := self.look_up(field, values))
         if not isinstance(value, _PLAIN):
-            raise self._no_text(field, type(value))
+            raise self._no_text(field, type(given))
         return value
 
-    def _text_of(self, arguments: Mapping[str, Any]) -> str:
-        return _PlainFormatter(self).vformat(self.text, (), self._with_rest(arguments))
+    def _text_of(self, values: Mapping[str, Any]) -> str:
+        return _PlainFormatter(self).vformat(self.text, (), values)
 
-    def _with_rest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the arguments, and beside them those that only ``**kwargs`` takes."""
+    def _all(self, arguments: Mapping[str, Any], first: object) -> Mapping[str, Any]:
+        """Return what fields name: also the keys of ``**kwargs``, and a bound function's object."""
         rest = arguments.get(self._parameters.rest)
-        return {**rest, **arguments} if isinstance(rest, Mapping) else arguments
+        more = rest if isinstance(rest, Mapping) else {}
+        return {**more, self._parameters.first: first, **arguments}
 
     def _require_known(self, field: str, known: Collection[str], has_rest: bool) -> None:
         name = _root(field)
         if name in known or (name.isidentifier() and has_rest):
             return
         if not name or name.isdigit():
-            example = self.text.replace(f"{{{field}}}", f"{{{next(iter(known), 'invoice_id')}}}", 1)
             raise TypeError(
-                f"Positional {{{field}}} is not supported; name a parameter: {example!r}."
+                f"Positional {{{field}}} is not supported. Name a parameter, such as "
+                f"{{{example_of(self._function)}}}."
             )
         near = difflib.get_close_matches(name, known, 1)
         raise TypeError(
@@ -199,23 +204,24 @@ def a_value_of(kind: type) -> str:
     return f"{'an' if kind.__name__[0] in 'AEIOaeio' else 'a'} {kind.__name__}"
 
 
-def _instead(kind: Any, field: str = "order") -> str:
+def _instead(kind: Any, field: str) -> str:
     """Return what to use instead of a value of a type that has no fixed text."""
-    if issubclass(kind, Mapping):
-        return f"Use {{{field}[id]}}, or another plain value of it."
-    if issubclass(kind, Sequence):
-        return f"Use {{{field}[0]}}, or another plain value of it."
-    if kind.__module__ == "builtins":
-        return "Pass a plain value instead."
-    found = next((each for each in ("pk", "name") if hasattr(kind, each)), "id")
-    return f"Use {{{field}.{found}}}."
+    part = "[id]" if issubclass(kind, Mapping) else ".pk" if hasattr(kind, "pk") else ""
+    if part:
+        return f"Use a plain value of it, such as {{{field}{part}}}."
+    # Not a part of it, such as {path.name}: two different values may have the same.
+    return "Pass a plain value instead."
 
 
 def _kind_without_text(function: Callable[..., Any], parameter: str) -> type | None:
     """Return the type of a parameter's values if its annotation shows that none has a text."""
-    # A name that only type checkers import, for instance.
+    # A decorator below may convert the argument, and shows the annotations of what it wraps.
+    if hasattr(function, "__wrapped__"):
+        return None
+    # By itself: another annotation may be a name that only type checkers import.
     with contextlib.suppress(Exception):
-        return _without_text(typing.get_type_hints(function)[parameter])
+        own = SimpleNamespace(__annotations__={parameter: function.__annotations__[parameter]})
+        return _without_text(typing.get_type_hints(own, function.__globals__)[parameter])
     return None
 
 
@@ -239,6 +245,8 @@ class Parameters:
         kinds = {each.kind: each.name for each in self.signature.parameters.values()}
         #: The name of ``**kwargs``; empty if there is none.
         self.rest = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
+        #: The first parameter, which a bound task has for itself; empty if there is none.
+        self.first = next(iter(self.signature.parameters), "")
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Bind the arguments of one call, in the order of the parameters."""
@@ -248,6 +256,14 @@ class Parameters:
             raise TypeError(f"{self.function}(): {exc}") from None
         bound.apply_defaults()
         return dict(bound.arguments)
+
+
+def example_of(function: Callable[..., Any], *preferred: str) -> str:
+    """Return a parameter of one value for an example, the first of `preferred` if it has one."""
+    known = inspect.signature(function).parameters.values()
+    many = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    found = [each.name for each in known if each.kind not in many and each.name != "self"]
+    return next((each for each in (*preferred, *found) if each in found), "invoice_id")
 
 
 def _root(field: str) -> str:
@@ -271,11 +287,6 @@ class _PlainFormatter(Formatter):
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         return self._template.plain_value(field_name, kwargs), field_name
-
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        if conversion is not None and isinstance(value, Enum):
-            value = value.value
-        return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return format_value(value, format_spec)
