@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from django import forms
 from django.contrib import admin, messages
@@ -35,7 +35,11 @@ from .base import outside_transactions, translated
 
 #: The input that has the fences and versions of the rows that a page shows.
 SEEN = "_fencedlock_seen"
+#: The buttons without which a form of Django 6.1 runs an action.
+_SAVE = ("_save", "_continue", "_addanother", "_saveasnew")
 _CSRF_INPUT = re.compile(rb'<input type="hidden" name="csrfmiddlewaretoken"[^>]*>')
+
+_Response = TypeVar("_Response", bound=HttpResponse)
 
 _CHANGED_ROW = gettext_lazy(
     "“%(row)s” was changed since this page showed it. Nothing was done. Check it, and try again."
@@ -105,7 +109,8 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def _rows_to_save(self, request: HttpRequest, object_id: str | None) -> list[Any]:
         """Return the row whose lock the request needs, if the user may save it."""
-        if request.method != "POST" or not self._is_fenced:
+        is_action = ACTION_CHECKBOX_NAME in request.POST and request.POST.keys().isdisjoint(_SAVE)
+        if request.method != "POST" or not self._is_fenced or is_action:
             return []
         if object_id is not None and "_saveasnew" not in request.POST:
             row = self._posted_row(request, object_id)
@@ -127,7 +132,10 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def get_form(
         self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any
     ) -> type[forms.ModelForm[Any]]:
-        return _comparing(request, super().get_form(request, obj, change, **kwargs))
+        form: type[forms.ModelForm[Any]] = _comparing(
+            request, super().get_form(request, obj, change, **kwargs)
+        )
+        return form
 
     def get_changelist_form(self, request: HttpRequest, **kwargs: Any) -> Any:
         return _comparing(request, super().get_changelist_form(request, **kwargs))
@@ -178,8 +186,9 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         with _locked(queryset), transaction.atomic(using=using):
             # QuerySet.delete() compares no versions. After this update, no other transaction can
             # change the rows until the end of this one.
+            rows: FencedQuerySet[Any] = FencedQuerySet(self.model, using=using)
             for row in queryset:
-                stamp, rows = _stamp(row), FencedQuerySet(self.model, using=using)
+                stamp = _stamp(row)
                 if stamp and not rows.filter(pk=row.pk, **stamp).update():
                     raise _NotSaved(_CHANGED_ROW % {"row": row})
             super().delete_queryset(request, queryset)
@@ -191,7 +200,9 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         except _NotSaved as exc:
             return self._report(request, exc)
 
-    def response_action(self, request: HttpRequest, queryset: QuerySet[Any]) -> Any:
+    def response_action(
+        self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Run an action, unless one of the rows was changed since the page showed it."""
         rows = queryset.filter(pk__in=request.POST.getlist(ACTION_CHECKBOX_NAME))
         seen = _seen(request)
@@ -202,9 +213,9 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             within = transaction.atomic(using=router.db_for_write(self.model))
             # Otherwise the log would have rows that weren't deleted.
             with _locked(self._deletable(request, rows) if may else ()), within:
-                return super().response_action(request, queryset)
+                return super().response_action(request, queryset, *args, **kwargs)
         try:
-            return super().response_action(request, queryset)
+            return super().response_action(request, queryset, *args, **kwargs)
         except FencedLockError as exc:
             text = _("The action stopped, and may have changed other rows before. %(why)s")
             raise _NotSaved(text % {"why": translated(exc)}) from exc
@@ -261,7 +272,7 @@ def _held(row: Model, error: LockNotAcquired) -> str:
 # What a page showed
 
 
-def _with_stamps(request: HttpRequest, response: Any) -> Any:
+def _with_stamps(request: HttpRequest, response: _Response) -> _Response:
     """
     Add the stamps of the rows that a page shows to its forms.
 
@@ -334,7 +345,8 @@ def _why_changed(request: HttpRequest, row: Any, text: Any) -> str | None:
         return None
     if seen is None:
         text = _(
-            "The page was sent without the version of “%(row)s”. Nothing was saved. Reload it."
+            "The page was sent without the version of “%(row)s”. Nothing was done. Reload the page "
+            "and try again."
         )
     return str(text % {"row": row})
 
