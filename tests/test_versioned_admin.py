@@ -18,7 +18,7 @@ from django_fencedlock import lock
 from django_fencedlock.admin import FencedModelAdmin, VersionedModelAdmin
 from django_fencedlock.forms import VersionedModelForm
 from django_fencedlock.models import Fence
-from tests.models import Account, Clause, Contract, Document, Invoice, LedgerLine, Letter, Rebate
+from tests.models import Clause, Contract, Docket, Document, Invoice, Letter, Rebate
 from tests.test_fenced_admin import atomic_requests, browser, inputs, opened, selected, url
 
 __all__ = ["atomic_requests", "browser"]
@@ -62,8 +62,8 @@ class RebateInline(admin.TabularInline):
     extra = 0
 
 
-class LineInline(admin.StackedInline):
-    model = LedgerLine
+class DocketInline(admin.StackedInline):
+    model = Docket
     extra = 0
 
 
@@ -76,11 +76,6 @@ class ContractAdmin(FencedModelAdmin):
 class InvoiceAdmin(FencedModelAdmin):
     fields = ("note",)
     inlines = (RebateInline,)
-
-
-@admin.register(Account, site=site)
-class AccountAdmin(FencedModelAdmin):
-    inlines = (LineInline,)
 
 
 site.register(Letter, FencedModelAdmin)
@@ -379,14 +374,19 @@ def test_rows_of_an_inline_are_saved_under_the_lock_of_their_parent(browser: Cli
     assert Invoice.objects.count() == 1
 
 
-def test_rows_of_an_inline_with_another_lock_are_not_saved(browser: Client) -> None:
-    account = Account.objects.create(name="Ada")
-    with lock(f"account:{account.pk}"):
-        LedgerLine.objects.create(account=account)
-    form = {**opened(browser, account), "ledgerline_set-0-amount": "7"}
-    page = text_of(browser.post(url(account), form))
+def test_rows_of_an_inline_with_another_lock_are_not_saved(
+    browser: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InvoiceAdmin, "inlines", (DocketInline,))
+    invoice = Invoice.objects.create(note="draft")
+    with lock("dockets"):
+        Docket.objects.create(invoice=invoice)
+    form = {**opened(browser, invoice), "note": "mine", "docket_set-0-DELETE": "on"}
+    page = text_of(browser.post(url(invoice), form))
     assert "Nothing was saved: This change needs the lock of another row as well." in page
-    assert LedgerLine.objects.get().amount == 0
+    assert Docket.objects.exists()
+    invoice.refresh_from_db()
+    assert invoice.note == "draft"
 
 
 # Ways around
