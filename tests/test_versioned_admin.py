@@ -18,6 +18,7 @@ from django_fencedlock import lock
 from django_fencedlock.admin import FencedModelAdmin, VersionedModelAdmin
 from django_fencedlock.forms import VersionedModelForm
 from django_fencedlock.models import Fence
+from django_fencedlock.test import hold_lock
 from tests.models import Clause, Contract, Docket, Document, Invoice, Letter, Rebate
 from tests.test_fenced_admin import atomic_requests, browser, inputs, opened, selected, url
 
@@ -70,6 +71,10 @@ class DocketInline(admin.StackedInline):
 @admin.register(Contract, site=site)
 class ContractAdmin(FencedModelAdmin):
     inlines = (ClauseInline,)
+    actions = ("sign",)
+
+    def sign(self, request: HttpRequest, queryset: Any) -> None:
+        """Needs no permission, so every user has an action."""
 
 
 @admin.register(Invoice, site=site)
@@ -389,6 +394,20 @@ def test_rows_of_an_inline_with_another_lock_are_not_saved(
     assert invoice.note == "draft"
 
 
+def test_a_user_who_may_only_delete_rows_of_an_inline(client: Client) -> None:
+    contract, user = Contract.objects.create(text="-"), User.objects.create_user("eve")
+    clause = Clause.objects.create(contract=contract)
+    may = ("view_contract", "change_contract", "view_clause", "delete_clause")
+    user.user_permissions.set(Permission.objects.filter(codename__in=may))
+    User.objects.update(is_staff=True)
+    client.force_login(User.objects.get())
+    form = {**opened(client, contract), "clause_set-0-DELETE": "on"}
+    form |= {"clause_set-0-id": str(clause.pk), "clause_set-0-contract": str(contract.pk)}
+    change(clause)
+    assert CHANGED_FORM in text_of(client.post(url(contract), form))
+    assert Clause.objects.exists()
+
+
 # Ways around
 
 
@@ -432,6 +451,19 @@ def test_overridden_hooks_of_django_change_nothing(
         page = text_of(browser.post(address, sent, follow=True))
         assert "was changed since" in page, address
     assert texts() == ["by ben"]
+
+
+def test_a_form_that_is_not_ours_saves_nothing_while_the_lock_is_held(
+    browser: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contract = Contract.objects.create(text="draft")
+    plain: Any = forms.modelform_factory(Contract, fields=["text"])
+    monkeypatch.setattr(ContractAdmin, "get_form", lambda *args, **kwargs: plain)
+    form = {**opened(browser, contract), "text": "mine"}
+    with hold_lock(contract.fencing.name()):
+        answer = browser.post(url(contract), form, follow=True)
+    assert "is being processed by" in text_of(answer)
+    assert Contract.objects.get().text == "draft"
 
 
 @pytest.mark.parametrize("fields", [None, ("text",)])
@@ -481,5 +513,7 @@ def test_a_user_who_may_only_view_changes_nothing(client: Client, model: Any) ->
     fences = Fence.objects.count()
     assert client.post(url(row), {**form, "text": "x"}).status_code == 403
     assert client.post(url(row, "delete"), {**form, "post": "yes"}).status_code == 403
+    many = {"action": "delete_selected", "post": "yes", "_selected_action": row.pk}
+    client.post(f"/admin/tests/{model._meta.model_name}/", many)
     assert Fence.objects.count() == fences
     assert list(model.objects.values_list("text", flat=True)) == ["by ben"]

@@ -28,7 +28,6 @@ from django.utils.translation import gettext_lazy
 from ..checks import messages as messages_of
 from ..exceptions import FencedLockError, LockNotAcquired
 from ..forms import CHANGED, VersionedModelForm
-from ..lease import held_names
 from ..models import FencedModel, FencedQuerySet, VersionedModel
 from ..problems import Problem
 from .base import outside_transactions, translated
@@ -236,14 +235,12 @@ class _NotSaved(Exception):
 @contextlib.contextmanager
 def _locked(rows: Iterable[Any]) -> Iterator[None]:
     """Hold the fenced rows' locks. Raise `_NotSaved` for every error of locks and versions."""
-    is_done, held = False, held_names()
+    is_done = False
     try:
         with contextlib.ExitStack() as stack:
             named = {row.fencing.name(): row for row in rows if isinstance(row, FencedModel)}
             # Sorted: two users who select the same rows must not each acquire a part of the locks.
-            for name, row in sorted(named.items()):
-                if name in held:
-                    continue
+            for _name, row in sorted(named.items()):
                 try:
                     stack.enter_context(row.fencing.lock(blocking_timeout=0))
                 except LockNotAcquired as exc:
