@@ -208,10 +208,9 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         # Rows of other pages ("select all") weren't shown.
         _require_unchanged(request, (row for row in rows if _key(row) in seen), _CHANGED_ROW)
         if request.POST.get("action") == "delete_selected" and request.POST.get("post"):
-            may = self._is_fenced and "delete_selected" in self.get_actions(request)
             within = transaction.atomic(using=router.db_for_write(self.model))
             # Otherwise the log would have rows that weren't deleted.
-            with _locked(self._deletable(request, rows) if may else ()), within:
+            with _locked(self._deletable(request, rows) if self._is_fenced else ()), within:
                 return super().response_action(request, queryset, *args, **kwargs)
         try:
             return super().response_action(request, queryset, *args, **kwargs)

@@ -1,7 +1,9 @@
 """Invoices are charged once, even if requests or answers are lost."""
 
 import json
+import re
 from decimal import Decimal
+from html import unescape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -136,8 +138,21 @@ class CustomerTests(BillingTestCase):
 
 
 class AdminTests(BillingTestCase):
-    def test_selected_invoices_are_charged(self) -> None:
+    def setUp(self) -> None:
+        super().setUp()
         self.client.force_login(User.objects.create_superuser("boss"))
+
+    def test_the_second_of_two_open_forms_is_rejected(self) -> None:
+        url = reverse("admin:billing_customer_change", args=[self.customer.pk])
+        page = self.client.get(url)
+        (seen,) = set(re.findall(r'name="_fencedlock_seen" value="([^"]*)"', page.text))
+        form = {"name": "Ada", "email": "a@example.org", "_fencedlock_seen": unescape(seen)}
+        self.assertEqual(self.client.post(url, {**form, "name": "Ada L."}).status_code, 302)
+        self.assertContains(self.client.post(url, form), "was changed since you opened this form")
+        self.customer.refresh_from_db()
+        self.assertEqual(self.customer.name, "Ada L.")
+
+    def test_selected_invoices_are_charged(self) -> None:
         chosen = {"action": "charge_now", "_selected_action": [self.invoice.pk]}
         with eager_tasks():
             self.client.post(reverse("admin:billing_invoice_changelist"), chosen)
