@@ -367,6 +367,6 @@ def _comparing(request: HttpRequest, form: Any) -> Any:
                 raise ValidationError(why)
             return cleaned
 
-    # A subclass makes its fields anew, without what another get_form() changed in them.
+    # A subclass has new fields, without what another get_form() changed in them.
     ComparingForm.base_fields = fields
     return ComparingForm
