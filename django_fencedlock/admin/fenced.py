@@ -219,6 +219,8 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             raise _NotSaved(text % {"why": translated(exc)}) from exc
 
     def _report(self, request: HttpRequest, error: _NotSaved) -> HttpResponse:
+        if request.method != "POST":
+            raise error  # The browser would load the page again and again.
         self.message_user(request, str(error), messages.ERROR)
         return HttpResponseRedirect(request.get_full_path())
 
