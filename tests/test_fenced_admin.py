@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from django.contrib import admin
+from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.db import connections
 from django.test import Client, RequestFactory, override_settings
@@ -195,6 +196,7 @@ def test_many_rows_are_deleted_under_their_locks(browser: Client, atomic_request
         page = answer.content.decode()
         assert "is being processed by" in page
         assert "Successfully" not in page
+    assert not LogEntry.objects.exists()
     assert Invoice.objects.count() == 3
     browser.post("/admin/tests/invoice/", form)
     assert not Invoice.objects.exists()
