@@ -281,7 +281,7 @@ def _with_stamps(request: HttpRequest, response: _Response) -> _Response:
     def add(page: Any) -> None:
         stamps = _shown_stamps(request, getattr(page, "context_data", None) or {})
         if stamps and not page.streaming:
-            value = json.dumps(stamps)
+            page.fencedlock_seen = value = json.dumps(stamps)  # For tests.
             field = format_html('<input type="hidden" name="{}" value="{}">', SEEN, value)
             more = field.encode(page.charset)
             page.content = _CSRF_INPUT.sub(lambda found: found[0] + more, page.content)
