@@ -1,6 +1,5 @@
 """The text of each error of `single_instance`: what happened, why, and what to do."""
 
-
 import pytest
 from celery import Task, shared_task
 from django.contrib.auth.models import User
