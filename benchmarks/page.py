@@ -1,5 +1,5 @@
 """
-Writes the figures of a run into docs/performance.md.
+Writes the figures of a run into docs/dev/performance.md.
 
 Run from the top of the checkout: ``python -m benchmarks.page FIGURES``, with the file that
 ``python -m benchmarks --json FIGURES`` kept. What stands between ``<!-- figures: locks -->`` and
@@ -18,7 +18,7 @@ from benchmarks import tables
 from benchmarks.plot import draw
 from benchmarks.report import Figure
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs/dev"
 PAGE, PLOT = DOCS / "performance.md", DOCS / "handoff.svg"
 #: A block says which part it tells of; if it is of its curves, perhaps of which measure.
 BLOCK = re.compile(r"(<!-- figures: ([^>]*?) -->\n).*?(<!-- end -->)", re.S)

@@ -1,4 +1,4 @@
-"""Figures as tables in Markdown: for the end of a run, and for docs/performance.md."""
+"""Figures as tables in Markdown: for the end of a run, and for docs/dev/performance.md."""
 
 from __future__ import annotations
 

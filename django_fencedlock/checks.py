@@ -12,11 +12,12 @@ from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Info, Tags, Warning, register
 from django.core.checks import Error as CheckError
+from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections, router
 
 from . import conf
 from .core.manager import service
-from .models import checks
+from .models import FencedModel, VersionedModel, checks
 from .problems import Level, Problem
 
 APP = "django_fencedlock"
@@ -64,10 +65,16 @@ def check_tasks(**kwargs: Any) -> list[CheckMessage]:
     return messages(_task_problems())
 
 
+# Before checks run, django.contrib.admin has imported the admin modules of all apps.
+@register(Tags.admin)
+def check_admin(**kwargs: Any) -> list[CheckMessage]:
+    return messages(_admin_problems())
+
+
 def problems() -> list[Problem]:
     """Return the problems of settings, models and tasks, without asking a server."""
     models = checks.model_problems(apps.get_models())
-    return [*_settings_problems(), *models, *_task_problems()]
+    return [*_settings_problems(), *models, *_task_problems(), *_admin_problems()]
 
 
 def _settings_problems() -> Iterator[Problem]:
@@ -163,6 +170,76 @@ def _cacheops() -> bool:
 
 def _setting(name: str, default: Any) -> Any:
     return getattr(settings, name, default)
+
+
+def _admin_problems() -> Iterator[Problem]:
+    """Check the admin pages of fenced and versioned models, on every site."""
+    is_invalid = any(each.is_error for each in conf.problems())
+    if is_invalid or not apps.is_installed("django.contrib.admin"):
+        return
+    from django.contrib.admin import sites
+
+    for site in sorted(sites.all_sites, key=lambda site: site.name):
+        for model in filter(site.is_registered, apps.get_models()):
+            page = site.get_model_admin(model)
+            about = f"{type(page).__name__} (site {site.name!r})"
+            yield from _page_problems(page, page, about)
+            for each in page.inlines:
+                if isinstance(each, type) and hasattr(each, "model"):
+                    inline = each(model, site)
+                    yield from _page_problems(page, inline, f"{each.__name__} in {about}")
+
+
+def _page_problems(page: Any, rows: Any, about: str) -> Iterator[Problem]:
+    """Check a page, or one of its inlines, by what it does to its rows."""
+    label, fencing = rows.model._meta.label, _fencing(rows.model)
+    # An attribute, as the admin can't be imported here.
+    compares = getattr(page, "compares_rows", False)
+    policy = "allow" if fencing is None else fencing.spec.without_lock
+    if not _may(rows, "change") and not _may(rows, "delete"):
+        return
+    register = f"Register {page.model._meta.label} with a subclass of django_fencedlock.admin."
+    if policy != "allow" and not (compares and _have_one_lock(_fencing(page.model), fencing)):
+        result = "fails with LockRequired" if policy == "reject" else "goes without the lock"
+        yield Problem(
+            "W041",
+            f"{about} acquires no lock of {label}: saving or deleting {result}.",
+            f"{register}FencedModelAdmin."
+            if rows is page
+            else f"Give {label} the lock of its parent row, under a FencedModelAdmin. Or let the "
+            "inline change and delete nothing.",
+        )
+    elif issubclass(rows.model, VersionedModel) and not compares:
+        yield Problem(
+            "W042",
+            f"{about} compares no versions: of two users who edit a {label}, the second one "
+            "overwrites what the first one saved.",
+            f"{register}VersionedModelAdmin.",
+        )
+
+
+def _fencing(model: Any) -> Any:
+    """Return how a model is fenced; None if it isn't, or if other checks report a mistake."""
+    with contextlib.suppress(AttributeError, ImproperlyConfigured, ValueError):
+        if issubclass(model, FencedModel) and model.fencing.spec:
+            return model.fencing
+    return None
+
+
+def _have_one_lock(parent: Any, inline: Any) -> bool:
+    """Whether the rows of an inline have the lock of their parent, as far as templates say."""
+    if parent is None or None in (parent.columns, inline.columns):
+        return parent is not None
+    parts = [[(part.text, part.form) for part in each.parts] for each in (parent, inline)]
+    return parts[0] == parts[1]
+
+
+def _may(rows: Any, what: str) -> bool:
+    """Whether a page lets users change or delete rows. If it depends on the request, it does."""
+    try:
+        return bool(getattr(rows, f"has_{what}_permission")(None))
+    except Exception:
+        return True
 
 
 def messages(problems: Iterable[Problem], obj: Any = None) -> list[CheckMessage]:

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Level(IntEnum):
-    """The severity of a problem; docs/commands.md explains each."""
+    """The severity of a problem; docs/reference/operations.md explains each."""
 
     OK = 0
     NOTE = 1

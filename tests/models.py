@@ -53,6 +53,22 @@ class Contract(FencedModel, VersionedModel):
     text = models.CharField(max_length=50, default="")
 
 
+class Clause(VersionedModel):
+    """Is edited on the page of its contract."""
+
+    contract = models.ForeignKey(Contract, on_delete=models.CASCADE)
+    text = models.CharField(max_length=50, default="")
+
+
+class Rebate(FencedModel):
+    """Has the lock of its invoice."""
+
+    fencing = Fencing("tests.invoice:{invoice_id}")
+
+    invoice = models.ForeignKey(Invoice, on_delete=models.CASCADE)
+    amount = models.IntegerField(default=0)
+
+
 class Deed(VersionedModel, FencedModel):
     text = models.CharField(max_length=50, default="")
 

@@ -5,6 +5,7 @@ A request that isn't allowed acquires no lock, releases none, and names neither 
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -225,6 +226,9 @@ class Scene:
         owner = lease.owner_id if lease else ""
         values = {PK: row.pk, ACCOUNT: getattr(row, "account_id", ""), LOCK: owner}
         data = {key: values.get(value, value) for key, value in step.data.items()}
+        # What the page of the row shows.
+        stamps = {f"{row._meta.label_lower}:{row.pk}": {"fence": getattr(row, "fence", 0)}}
+        data["_fencedlock_seen"] = json.dumps(stamps)
         if self.visitor.has_csrf_token:
             self.client.cookies["csrftoken"] = data["csrfmiddlewaretoken"] = "a" * 32
         return self.client.post(url, data)

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 from django.contrib.auth.models import User
 from django.db import connections
+from django.test import Client
 from django.utils import timezone
 from selenium.webdriver.common.keys import Keys
 
 from django_fencedlock import lock
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 from tests.backends import REDIS
+from tests.models import Document
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -380,3 +382,71 @@ def test_a_forced_release_by_keys_from_the_locks_page(page, width, dark):
     button.send_keys(Keys.ENTER)
     assert "was released by force" in message(page).text
     assert not lease.verify()
+
+
+# Two users and one row
+
+
+@pytest.fixture
+def ben(page, live_server, client):
+    """Save the row's form in another tab, as another user."""
+    user = Client()
+    user.force_login(User.objects.create_superuser("ben"))
+
+    def save(row, text):
+        tab = page.driver.current_window_handle
+        page.driver.switch_to.new_window("tab")
+        page.log_in(user, live_server.url)
+        page.get(f"{live_server.url}/admin/tests/document/{row.pk}/change/")
+        page.one("#id_text").clear()
+        page.one("#id_text").send_keys(text, Keys.ENTER)
+        page.wait(lambda page: page.all("ul.messagelist .success"), "not saved")
+        page.driver.close()
+        page.driver.switch_to.window(tab)
+        page.log_in(client, live_server.url)
+
+    return save
+
+
+@pytest.mark.urls("tests.test_versioned_admin")
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
+def test_two_users_change_one_row(page, live_server, ben, width, dark):
+    row = Document.objects.create(text="draft")
+    address = f"{live_server.url}/admin/tests/document/"
+    page.show(width=width, dark=dark)
+
+    def wait_for(text):
+        # Elements of a page that is left meanwhile would be stale.
+        shown = "return document.body.innerText.includes(arguments[0])"
+        page.wait(lambda page: page.run(shown, text), text)
+
+    def rejected(button, text):
+        page.one(button).click()
+        wait_for(text)
+        assert not page.scrolls_sideways()
+        assert page.run(FAINT, "#content") == []
+
+    page.get(f"{address}{row.pk}/change/")
+    page.one("#id_text").send_keys(" by anna")
+    ben(row, "by ben")
+    rejected("[name=_save]", "was changed since you opened this form")
+    assert page.one("#id_text").get_attribute("value") == "draft by anna"
+    page.get(f"{address}{row.pk}/delete/")
+    ben(row, "by ben again")
+    rejected("#content [type=submit]", "was changed since this page showed it")
+    page.get(address)
+    page.one("#id_form-0-text").send_keys(" and anna")
+    ben(row, "by ben")
+    rejected("[name=_save]", "was changed since you opened this form")
+    for question in (False, True):
+        page.get(address)
+        page.one(".action-select").click()
+        page.one('select[name="action"] option[value="delete_selected"]').click()
+        if question:
+            page.one('button[name="index"]').click()
+            wait_for("Are you sure")
+        ben(row, f"by ben, {question}")
+        button = "#content [type=submit]" if question else 'button[name="index"]'
+        rejected(button, "was changed since this page showed it")
+    assert Document.objects.get().text == "by ben, True"
+    assert page.complaints() == []

@@ -7,9 +7,9 @@ import pytest
 
 from tests.conftest import _optional
 from tests.servers import finding
-from tests.test_docs import ROOT
+from tests.test_docs import REFERENCE
 
-RULES = (ROOT / "docs/metrics.md").read_text().split("```yaml")[1].split("```")[0]
+RULES = (REFERENCE / "monitoring.md").read_text().split("```yaml")[1].split("```")[0]
 REJECTED = "fencedlock_rejected_writes_total"
 WAITS, HOLDS = "fencedlock_wait_seconds_bucket", "fencedlock_hold_seconds_bucket"
 

@@ -27,7 +27,7 @@ from tests.backends import POSTGRES, REDIS
 from tests.models import Invoice
 from tests.scripts import run_python
 from tests.sessions import as_in_another_process
-from tests.test_docs import ROOT, _table
+from tests.test_docs import REFERENCE, _table
 from tests.test_doctor import Only
 from tests.test_resync import restored, written
 from tests.threads import sqlite_written_to
@@ -407,7 +407,7 @@ def test_only_terminals_get_colours(child_environment, settings):
 
 @pytest.mark.slow
 def test_the_page_has_every_action_state_and_level():
-    page = ROOT / "docs/commands.md"
+    page = REFERENCE / "operations.md"
     out = run_python("-m", "example_project", "manage", "fencedlock", "--help").stdout
     actions = {row[0] for row in _table(page, "| action | what it does | exit code |")}
     assert actions == {"list", "show", "release", "doctor", "resync"}

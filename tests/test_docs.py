@@ -1,7 +1,7 @@
 """What the README and docs/ say is so: their code runs, their tables match the package."""
 
 import ast
-import contextlib
+import dataclasses
 import importlib
 import inspect
 import re
@@ -11,39 +11,48 @@ import types
 import unittest
 from collections.abc import Iterator
 from configparser import ConfigParser
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NamedTuple, get_overloads
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import connection, models
 from django.dispatch import Signal
 from django.test import TestCase
-from django.test.utils import isolate_apps
 
 import django_fencedlock
 from django_fencedlock import conf, exceptions, signals
 from django_fencedlock import test as aids
-from django_fencedlock.celery import SkippedRun, lock_name, single_instance
+from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.celery.policy import TERMS, Policy, Skip
-from django_fencedlock.exceptions import LockNotAcquired
+from django_fencedlock.core.identity import Holder
 from django_fencedlock.lease import Lease
 from django_fencedlock.locks import Lock
-from tests.models import Invoice
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(django_fencedlock.__file__).parent
+DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
+#: The pages for users.
 PAGES = [
     ROOT / "README.md",
     ROOT / "example_project/README.md",
     ROOT / "example_project/simulator/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *(DOCS / f"{name}.md" for name in ("index", "quickstart", "tutorial")),
+    *(
+        page
+        for name in ("guides", "reference", "concepts")
+        for page in sorted((DOCS / name).iterdir())
+    ),
 ]
+FOR_CONTRIBUTORS = sorted((DOCS / "dev").glob("*.md"))
+ALL = [*PAGES, *FOR_CONTRIBUTORS, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY"))]
+ALL += [ROOT / "benchmarks/README.md", ROOT / "migrations/README.md"]
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q -e {} && .venv/bin/python -m {}"
 # Followed to the letter by .ci/tutorial.py, in a project of its own.
-FOLLOWED = ROOT / "docs/tutorial.md"
-OVER_MODELS = [ROOT / "README.md", ROOT / "docs/fenced_writes.md"]
+FOLLOWED = DOCS / "tutorial.md"
 BACKENDS = ["database", "postgres", "redis"]
+ERRORS = "| error | when | carries |"
 
 
 class Block(NamedTuple):
@@ -74,7 +83,12 @@ def _python(page: Path) -> list[Block]:
     return [block for block in _blocks(page) if block.language == "python"]
 
 
-CODE = [block for page in PAGES if page != FOLLOWED for block in _python(page)]
+CODE = [
+    block
+    for page in [*PAGES, DOCS / "dev/fault_lab.md"]
+    if page != FOLLOWED
+    for block in _python(page)
+]
 
 
 @pytest.mark.parametrize("block", CODE, ids=str)
@@ -91,104 +105,6 @@ def test_code_runs(block: Block) -> None:
             assert not result.errors + result.failures, str(result.errors)[-3000:]
 
 
-def test_every_block_of_python_is_run() -> None:
-    """Those marked py as well, which speak of models that the reader is to imagine."""
-    marked = {page for page in PAGES for block in _blocks(page) if block.language == "py"}
-    # test_django_tasks.py runs the other's, where Django has tasks.
-    assert marked == {*OVER_MODELS, ROOT / "docs/celery.md", ROOT / "docs/django_tasks.md"}
-
-
-@pytest.mark.django_db(transaction=True)
-def test_a_task_over_a_model_runs(monkeypatch: pytest.MonkeyPatch, celery_app: Any) -> None:
-    (block,) = [block for block in _blocks(ROOT / "docs/celery.md") if block.language == "py"]
-    imagined = types.ModuleType("billing.models")
-    monkeypatch.setitem(sys.modules, "billing", types.ModuleType("billing"))
-    monkeypatch.setitem(sys.modules, "billing.models", imagined)
-    imagined.Invoice = Invoice  # type: ignore[attr-defined]
-    add_fee = _run(block)["add_fee"]
-    invoice = Invoice.objects.create(amount=1)
-    with aids.eager_tasks(celery_app):
-        add_fee.delay(invoice.pk, 10)
-    with aids.hold_lock(lock_name(add_fee, invoice.pk, 10)), pytest.raises(LockNotAcquired):
-        add_fee(invoice.pk, 10)
-    invoice.refresh_from_db()
-    assert (invoice.amount, invoice.fence) == (11, 1)
-
-
-@pytest.mark.parametrize("page", OVER_MODELS, ids=lambda page: page.name)
-@pytest.mark.django_db(transaction=True)
-def test_code_over_models_runs(page: Path, billing: dict[str, Any]) -> None:
-    blocks = [block for block in _blocks(page) if block.language == "py"]
-    # Classes may be in a block before, of python.
-    _define_models(page, billing)
-    with _tables_of(billing):
-        invoice = billing["Invoice"].objects.create(amount=1)
-        billing["pk"] = invoice.pk
-        _add_lines(billing)
-        for block in blocks:
-            tree = ast.parse(block.text)
-            tree.body = [node for node in tree.body if not isinstance(node, ast.ClassDef)]
-            exec(compile(tree, str(block), "exec"), billing)
-        invoice.refresh_from_db()
-        assert (invoice.amount, invoice.fence) == (11, 1)
-        if page.name == "fenced_writes.md":
-            (line,) = billing["LedgerLine"].objects.all()
-            assert (line.account, line.fence) == (billing["new"], 1)
-
-
-@pytest.fixture
-def billing(
-    tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[str, Any]]:
-    (tmp_path / "billing").mkdir()
-    (tmp_path / "billing/__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    settings.INSTALLED_APPS = [*settings.INSTALLED_APPS, "billing"]
-    with isolate_apps("billing"):
-        names: dict[str, Any] = {"__name__": "billing.models", "models": models}
-        exec("class Account(models.Model):\n    def __str__(self): return str(self.pk)", names)
-        yield names
-    monkeypatch.delitem(sys.modules, "billing", raising=False)
-
-
-def _define_models(page: Path, names: dict[str, Any]) -> None:
-    for block in _blocks(page):
-        if block.language in ("py", "python") and "FencedModel" in block.text:
-            tree = ast.parse(block.text)
-            tree.body = [node for node in tree.body if _is_definition(node)]
-            exec(compile(tree, str(block), "exec"), names)
-
-
-def _is_definition(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ClassDef | ast.Import | ast.ImportFrom)
-
-
-@contextlib.contextmanager
-def _tables_of(names: dict[str, Any]) -> Iterator[None]:
-    made = list(names["Account"]._meta.apps.get_models())
-    with connection.schema_editor() as editor:
-        for model in made:
-            editor.create_model(model)
-    try:
-        yield
-    finally:
-        with connection.schema_editor() as editor:
-            for model in reversed(made):
-                editor.delete_model(model)
-
-
-def _add_lines(names: dict[str, Any]) -> None:
-    """A line of account `old`, which was written often, and account `new`, which wasn't."""
-    old, new = (names["Account"].objects.create() for _ in range(2))
-    names.update(old=old, new=new)
-    lines = names.get("LedgerLine")
-    if lines is not None and "account" in {field.name for field in lines._meta.fields}:
-        for _ in range(2):
-            with lines.fencing.lock(account=old):
-                line = lines.objects.first() or lines(account=old)
-                line.save()
-
-
 @pytest.mark.parametrize("block", [b for b in CODE if "FENCEDLOCK = " in b.text], ids=str)
 def test_settings_that_are_shown_are_right(
     block: Block, settings: Any, monkeypatch: pytest.MonkeyPatch
@@ -203,9 +119,9 @@ def test_settings_that_are_shown_are_right(
     assert [str(problem) for problem in conf.problems() if problem.id != "E010"] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", ALL, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for target in _links(page):
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
         assert linked.is_file(), target
@@ -214,15 +130,32 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_linked_from_another() -> None:
-    """And not from the list of all pages alone."""
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    """And not from the index alone."""
+    index = DOCS / "index.md"
     linked = {
-        target
-        for path in (ROOT / "docs").glob("*.md")
-        for target in re.findall(r"\]\(([\w.]+\.md)", path.read_text())
-        if target != path.name and path.name != "index.md"
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in ALL
+        for target in _links(page)
+        if page != index and not target.startswith("#")
     }
-    assert pages - linked == set()
+    assert {*PAGES, *FOR_CONTRIBUTORS} - linked - {index, ROOT / "README.md"} == set()
+
+
+def test_every_page_is_in_the_index() -> None:
+    listed = {
+        page
+        for block in _blocks(DOCS / "index.md")
+        if block.language == "{toctree}"
+        for line in block.text.splitlines()
+        if line and not line.startswith(":")
+        for page in DOCS.glob(f"{line}.md")
+    }
+    pages = {page for page in [*PAGES, *FOR_CONTRIBUTORS] if DOCS in page.parents}
+    assert listed == pages - {DOCS / "index.md"}
+
+
+def test_there_are_few_pages_for_users() -> None:
+    assert len([page for page in PAGES if DOCS in page.parents]) <= 28
 
 
 @pytest.mark.parametrize(
@@ -236,12 +169,12 @@ def test_the_two_commands_are_marked(marker: str, what: str, command: str) -> No
 
 
 def test_every_check_has_a_section_and_every_section_a_check() -> None:
-    sections = set(re.findall(r"^## ([EIW]\d+)$", (ROOT / "docs/checks.md").read_text(), re.M))
+    sections = set(re.findall(r"^## ([EIW]\d+)$", (REFERENCE / "checks.md").read_text(), re.M))
     assert sections == set(_check_ids())
 
 
 def test_defaults_in_the_settings_table() -> None:
-    (backend, *others) = _table(ROOT / "docs/settings.md", "| key | default | meaning |")
+    (backend, *others) = _table(REFERENCE / "settings.md", "| key | default | meaning |")
     # Its default is too long for the middle of a table.
     assert backend[:2] == ["BACKEND", "that of database"]
     told = {"BACKEND": ast.literal_eval(backend[2].rpartition(": ")[2])}
@@ -253,7 +186,7 @@ def test_defaults_in_the_settings_table() -> None:
 def test_options_in_the_settings_tables(name: str) -> None:
     path = f"django_fencedlock.backends.{name}.{name.capitalize()}Backend"
     backend = conf.backend_class(path)
-    text = (ROOT / "docs/settings.md").read_text()
+    text = (REFERENCE / "settings.md").read_text()
     section = text.split(f"## `OPTIONS` of the {name} backend")[1].split("\n## ")[0]
     table = dict(row[:2] for row in _rows(section.split("|---|---|---|\n")[1]))
     assert set(table) == backend.option_names
@@ -266,9 +199,8 @@ def test_options_in_the_settings_tables(name: str) -> None:
 
 def test_every_error_is_in_the_table() -> None:
     told = {}
-    for row in _table(ROOT / "docs/errors.md", "| error | when | carries |"):
-        for name in re.split(", ", row[0]):
-            told[name] = row[2]
+    for row in _table(REFERENCE / "api.md", ERRORS):
+        told[row[0]] = row[2]
     errors = {
         name: thing
         for name, thing in vars(exceptions).items()
@@ -280,17 +212,25 @@ def test_every_error_is_in_the_table() -> None:
         assert told[name] == ", ".join(errors[name].fields), name
 
 
+def test_every_error_has_a_remedy() -> None:
+    page = DOCS / "guides/troubleshooting.md"
+    told = {row[0] for row in _table(page, "| error | why | what to do |")}
+    assert told == {row[0] for row in _table(REFERENCE / "api.md", ERRORS)}
+
+
 def test_every_signal_is_in_the_table() -> None:
-    table = _table(ROOT / "docs/signals.md", "| signal | carries as well |")
+    table = _table(REFERENCE / "monitoring.md", "| signal | carries as well |")
     known = {name for name, thing in vars(signals).items() if isinstance(thing, Signal)}
     assert {row[0] for row in table} == known
 
 
 def test_arguments_of_single_instance() -> None:
-    table = _table(ROOT / "docs/celery.md", "| argument | default | meaning |")
+    page, head = REFERENCE / "celery.md", "| argument | default | meaning |"
+    tables = page.read_text().split(f"\n{head}\n")[1:]
     told = {
-        name: conf.UNSET if default == "the setting" else ast.literal_eval(default)
-        for name, default, *_ in table
+        row[0]: conf.UNSET if row[1] == "the setting" else ast.literal_eval(row[1])
+        for text in tables
+        for row in _rows(text.split("\n", 1)[1])
     }
     # As people see them: the last overload.
     parameters = inspect.signature(get_overloads(single_instance)[-1]).parameters
@@ -315,31 +255,55 @@ def test_the_workflow_has_the_environments_of_tox() -> None:
 @pytest.mark.parametrize("module", ["", ".celery", ".models"])
 def test_the_api_page_has_what_can_be_imported(module: str) -> None:
     public = importlib.import_module(f"django_fencedlock{module}")
-    told = _table(ROOT / "docs/api.md", f"## django_fencedlock{module}\n\n| name | what it is |")
-    assert set(_called(told)) == set(public.__all__)
+    told = _table(REFERENCE / "api.md", f"## django_fencedlock{module}\n\n| name | what it is |")
+    errors = {each for each in vars(exceptions) if each in public.__all__}
+    assert set(_called(told)) == set(public.__all__) - errors
     for name, arguments in _called(told).items():
         if arguments is not None:
             assert _defaults(arguments) == _parameters(getattr(public, name)), name
 
 
+def test_the_errors_of_the_api_page_can_be_imported_at_the_top() -> None:
+    errors = set(dict.fromkeys(row[0] for row in _table(REFERENCE / "api.md", ERRORS)))
+    assert {*errors, "FencedLockError"} <= set(django_fencedlock.__all__)
+
+
 @pytest.mark.parametrize(
-    ("kind", "head"), [(Lock, "| name | what it does |"), (Lease, "| name | what it is |")]
+    ("kind", "head"),
+    [
+        (Lock, "| name | what it does |"),
+        (Lease, "| name | what it is |"),
+        (Holder, "| name | what it is |"),
+    ],
 )
 def test_the_api_page_has_methods_as_they_are(kind: type, head: str) -> None:
-    told = _table(ROOT / "docs/api.md", f"### {kind.__name__}\n\n{head}")
+    section = f"\n{(REFERENCE / 'api.md').read_text()}".split(f"\n### {kind.__name__}\n")[1]
+    told = _rows(section.split(f"\n{head}\n")[1].split("\n", 1)[1])
     for name, arguments in _called(told).items():
         if arguments is None:
-            source = inspect.getsource(kind.__init__)  # type: ignore[misc]
-            assert hasattr(kind, name) or f"self.{name} = " in source, name
-        else:
+            known = hasattr(kind, name) or name in get_annotations(kind)
+            assert known or f"self.{name} = " in inspect.getsource(kind), name
+        elif arguments != "()" or not inspect.iscoroutinefunction(getattr(kind, name)):
             assert _defaults(arguments) == _parameters(getattr(kind, name)), name
 
 
+def test_the_arguments_of_lock_are_explained() -> None:
+    told = [row[0] for row in _table(REFERENCE / "api.md", "| argument | meaning |")]
+    assert told == list(_parameters(Lock))
+
+
+def test_the_fields_of_a_holder_are_explained() -> None:
+    section = (REFERENCE / "api.md").read_text().split("\n### Holder\n")[1]
+    rows = _rows(section.split("|---|---|\n")[1])
+    named = {name for row in rows for name in row[0].split(", ")}
+    assert named == {field.name for field in dataclasses.fields(Holder)}
+
+
 def test_the_api_page_names_what_else_there_is() -> None:
-    told = dict(_table(ROOT / "docs/api.md", "| import | what it is |"))
+    told = dict(_table(REFERENCE / "api.md", "| import | what it is |"))
     for module, text in told.items():
         public = getattr(importlib.import_module(module), "__all__", [])
-        if module.endswith((".operations", ".admin", ".prometheus")):
+        if module.endswith((".operations", ".admin", ".prometheus", ".forms")):
             assert set(public) <= set(re.findall(r"\w+", text)), module
 
 
@@ -367,21 +331,22 @@ def _parameters(thing: Any) -> dict[str, Any]:
 
 
 def test_every_reason_of_a_skip_is_documented() -> None:
-    table = _table(ROOT / "docs/celery.md", "| `reason` | why the task didn't run |")
+    table = _table(REFERENCE / "celery.md", "| `reason` | why the task didn't run |")
     assert [ast.literal_eval(row[0]) for row in table] == [each.value for each in Skip]
     for reason in Skip:
         assert f'"{reason}"' in str(SkippedRun.__doc__)
 
 
 def test_every_aid_is_in_the_table() -> None:
-    table = _table(ROOT / "docs/testing.md", "| name | what it does |")
+    table = _table(DOCS / "guides/testing.md", "| name | what it does |")
     assert {row[0].partition("(")[0] for row in table} == set(aids.__all__)
 
 
 def _run(block: Block) -> dict[str, Any]:
     # Blank lines before it, for the right line numbers in tracebacks.
     code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
-    names: dict[str, Any] = {"__name__": f"docs_{block.page.stem}"}
+    # The names of tasks are made of it.
+    names: dict[str, Any] = {"__name__": f"docs_{block.page.parent.name}_{block.page.stem}"}
     exec(code, names)
     return names
 
@@ -394,6 +359,12 @@ def _check_ids() -> Iterator[str]:
                 assert isinstance(first, ast.Constant), f"{path}:{node.lineno}"
                 if first.value[1:]:  # The doctor's results have a severity alone.
                     yield first.value
+
+
+def _links(page: Path) -> list[str]:
+    """The files, headings and pictures that a page leads to."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    return [target for target in targets if not re.match(r"\w+:", target)]
 
 
 def _anchors(page: Path) -> set[str]:

@@ -14,21 +14,21 @@ from django.core.management import get_commands, load_command_class
 from django.db import connection
 
 from tests.models import Invoice
-from tests.test_docs import FOLLOWED, PAGES, ROOT, Block, _blocks
+from tests.test_docs import ALL, DOCS, FOLLOWED, PAGES, ROOT, Block, _blocks
 
-ALL = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md"))]
-ALL += [ROOT / "benchmarks/README.md", ROOT / "migrations/README.md"]
 #: Who tries blocks that are neither Python nor commands.
 TRIED = {
     # By test_alert_rules.py, with Prometheus' own tool.
-    "metrics.md": "yaml",
+    "monitoring.md": "yaml",
     # By faults/test_runbooks.py.
-    "restore.md": "sql",
+    "troubleshooting.md": "sql",
     # Here.
-    "outside_the_database.md": "sql",
+    "external-effects.md": "sql",
     # By test_existing_tables.py.
-    "existing_tables.md": "diff",
+    "adopting.md": "diff",
 }
+#: Commands that a page writes itself.
+IMAGINED = ["close_books"]
 SHELL = [
     block
     for page in ALL
@@ -58,7 +58,7 @@ def test_commands_that_are_named_exist(command: str) -> None:
 def test_every_block_is_tried_somewhere() -> None:
     rest = {
         (block.page.name, block.language)
-        for page in ALL
+        for page in PAGES
         for block in _blocks(page)
         if block.language not in ("", "sh", "python", "py", "text", "{toctree}")
     }
@@ -79,7 +79,7 @@ def test_a_command_that_does_not_exist_is_found(command: str) -> None:
 
 @pytest.mark.django_db
 def test_the_sql_of_a_service_of_ones_own_refuses_older_tokens() -> None:
-    page = ROOT / "docs/outside_the_database.md"
+    page = DOCS / "guides/external-effects.md"
     (block,) = [block for block in _blocks(page) if block.language == "sql"]
     statement = re.sub(r":(\w+)", r"%(\1)s", block.text)
     with connection.cursor() as cursor:
@@ -91,14 +91,15 @@ def test_the_sql_of_a_service_of_ones_own_refuses_older_tokens() -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_warning_of_an_write_without_lock_is_as_it_is_shown(settings, caplog) -> None:
+def test_the_warning_of_a_write_without_lock_is_as_it_is_shown(settings, caplog) -> None:
     settings.FENCEDLOCK_WITHOUT_LOCK = "warn"
     invoice = Invoice.objects.create()
     invoice.save()
-    (shown,) = [b.text.strip() for b in _blocks(ROOT / "docs/adopting.md") if b.language == "text"]
+    page = DOCS / "guides/adopting.md"
+    (shown,) = [block.text.strip() for block in _blocks(page) if block.language == "text"]
     told = shown.replace("billing.Invoice", "tests.Invoice")
     assert caplog.messages == [told.replace("billing.invoice:42", f"tests.invoice:{invoice.pk}")]
-    assert caplog.records[0].name in (ROOT / "docs/adopting.md").read_text()
+    assert caplog.records[0].name in page.read_text()
 
 
 def _commands(text: str) -> Iterator[list[str]]:
@@ -115,7 +116,9 @@ def _commands(text: str) -> Iterator[list[str]]:
 def _examine(words: list[str]) -> None:
     program, *rest = words
     program = Path(program).name
-    if program in ("python", "python3") and rest[0] == "-m":
+    if program in ("python", "python3") and rest[0] == "manage.py":
+        program, rest = "manage.py", rest[1:]
+    elif program in ("python", "python3") and rest[0] == "-m":
         module, *rest = rest[1:]
         assert find_spec(module), f"There is no module {module!r}."
         if module != "example_project" or rest[0] != "manage":
@@ -133,7 +136,7 @@ def _examine(words: list[str]) -> None:
 
 
 def _examine_management(name: str, *rest: str) -> None:
-    if any(ROOT.glob(f"example_project/*/management/commands/{name}.py")):
+    if name in IMAGINED or any(ROOT.glob(f"example_project/*/management/commands/{name}.py")):
         return
     assert name in get_commands(), f"There is no command {name!r}."
     parser = load_command_class(get_commands()[name], name).create_parser("manage.py", name)
@@ -151,5 +154,5 @@ def _examine_management(name: str, *rest: str) -> None:
 def _examine_extras(words: list[str]) -> None:
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
-    for extra in re.findall(r"django-fencedlock\[([\w-]+)\]", " ".join(words)):
+    for extra in re.findall(r"(?:fencedlock|^\.|\.whl| \.)\[([\w-]+)\]", " ".join(words)):
         assert extra in config["options.extras_require"], f"There is no extra {extra!r}."

@@ -44,6 +44,7 @@ def _manage(environment: dict[str, str], *arguments: str) -> str:
 
 
 def test_its_checks_are_silent_and_its_migrations_complete(environment: dict[str, str]) -> None:
+    _manage(environment, "migrate")
     assert "no issues" in _manage(environment, "check", "--database", "default")
     assert "No changes" in _manage(environment, "makemigrations", "--check", "--dry-run")
 
@@ -61,6 +62,7 @@ def test_its_tests_pass(
         environment["EXAMPLE_LOCKS"] = f"{url.rpartition('/')[0]}/7"
     assert "\nOK\n" in _manage(environment, "test", "example_project")
     if locks == "postgres":
+        _manage(environment, "migrate")
         assert "no issues" in _manage(environment, "check", "--database", "default")
 
 
@@ -185,7 +187,9 @@ def test_the_demo_ends_as_documented(demos: dict[str, Demo]) -> None:
         ["1", "2", "3"],
     ]
     assert "--serve" in demo.said
-    excerpt = (ROOT / "README.md").read_text().split("```text\n", 1)[1].split("```", 1)[0]
+    excerpt = (
+        (ROOT / "example_project/README.md").read_text().split("```text\n", 1)[1].split("```", 1)[0]
+    )
     assert _alike(excerpt) <= _alike(demo.said)
     # Commands name the interpreter, whose path may be long.
     lines = [line for line in demo.said.splitlines() if "python -m" not in line]

@@ -1,8 +1,10 @@
+import html
 import re
 from typing import Any
 
 import pytest
 from django.contrib import admin
+from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.db import connections
 from django.test import Client, RequestFactory, override_settings
@@ -49,10 +51,24 @@ def url(row: Any, view: str = "change") -> str:
     return f"/admin/tests/{row._meta.model_name}/{row.pk}/{view}/"
 
 
-def opened(browser: Client, row: Any) -> dict[str, str]:
-    html = browser.get(url(row)).content.decode()
-    inputs = re.findall(r'<input type="(?:hidden|text|number)" name="(\w+)" value="([^"]*)"', html)
-    return {**dict(inputs), "_save": "Save"}
+def inputs(answer: Any) -> dict[str, str]:
+    """Return what the forms of a page would send."""
+    pattern = r'<input type="(?:hidden|text|number)" name="([\w-]+)" value="([^"]*)"'
+    found = re.findall(pattern, answer.content.decode())
+    return {name: html.unescape(value) for name, value in found}
+
+
+def opened(browser: Client, row: Any, view: str = "change") -> dict[str, str]:
+    return {**inputs(browser.get(url(row, view))), "_save": "Save"}
+
+
+def selected(browser: Client, rows: Any) -> dict[str, Any]:
+    """Return the form of the page that asks whether to delete these rows."""
+    address = f"/admin/tests/{rows[0]._meta.model_name}/"
+    form = {"action": "delete_selected", "_selected_action": [row.pk for row in rows]}
+    answer = browser.post(address, {**inputs(browser.get(address)), **form, "index": 0})
+    assert "Are you sure" in answer.content.decode()
+    return {**inputs(answer), **form}
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "ATOMIC_REQUESTS"])
@@ -74,11 +90,11 @@ def test_a_held_row_is_reported_and_typed_values_stay(browser: Client, invoice: 
     form = {**opened(browser, invoice), "amount": 5, "note": "typed"}
     with hold_lock(f"tests.invoice:{invoice.pk}"):
         answer = browser.post(url(invoice), form)
-    html = answer.content.decode()
+    page = answer.content.decode()
     assert answer.status_code == 200
-    assert "is being processed by" in html
-    assert "thread hold_lock, at least until" in html
-    assert 'value="typed"' in html
+    assert "is being processed by" in page
+    assert "thread hold_lock, at least until" in page
+    assert 'value="typed"' in page
     invoice.refresh_from_db()
     assert invoice.amount == 1
 
@@ -89,10 +105,11 @@ def test_a_form_that_was_opened_before_a_change(browser: Client, invoice: Invoic
         invoice.amount = 2
         invoice.save()
     for _ in range(2):
-        html = browser.post(url(invoice), form).content.decode()
-        assert "was changed since you opened this form" in html
-        assert 'value="typed"' in html
-        assert f'name="_fencedlock_seen" value="{form["_fencedlock_seen"]}"' in html
+        answer = browser.post(url(invoice), form)
+        page = answer.content.decode()
+        assert "was changed since you opened this form" in page
+        assert 'value="typed"' in page
+        assert inputs(answer)["_fencedlock_seen"] == form["_fencedlock_seen"]
     invoice.refresh_from_db()
     assert invoice.amount == 2
     assert browser.post(url(invoice), {**opened(browser, invoice), "note": "x"}).status_code == 302
@@ -128,7 +145,7 @@ def test_a_row_is_not_moved_to_another_lock(browser: Client) -> None:
     one, two = Account.objects.create(), Account.objects.create()
     with lock(f"account:{one.pk}"):
         line = LedgerLine.objects.create(account=one)
-    answer = browser.post(url(line), {"account": two.pk, "amount": 3, "_save": "Save"})
+    answer = browser.post(url(line), {**opened(browser, line), "account": two.pk, "amount": 3})
     assert answer.status_code == 200
     assert "Nothing was saved" in answer.content.decode()
     line.refresh_from_db()
@@ -137,11 +154,12 @@ def test_a_row_is_not_moved_to_another_lock(browser: Client) -> None:
 
 @pytest.mark.usefixtures("atomic_requests")
 def test_a_row_is_deleted_under_its_lock(browser: Client, invoice: Invoice) -> None:
+    form = opened(browser, invoice, "delete")
     with hold_lock(f"tests.invoice:{invoice.pk}"):
-        answer = browser.post(url(invoice, "delete"), {"post": "yes"}, follow=True)
+        answer = browser.post(url(invoice, "delete"), form, follow=True)
         assert "is being processed by" in answer.content.decode()
     assert Invoice.objects.exists()
-    assert browser.post(url(invoice, "delete"), {"post": "yes"}).status_code == 302
+    assert browser.post(url(invoice, "delete"), form).status_code == 302
     assert not Invoice.objects.exists()
 
 
@@ -149,8 +167,9 @@ def test_a_row_is_deleted_under_its_lock(browser: Client, invoice: Invoice) -> N
 def test_a_key_that_is_quoted_in_the_address(browser: Client, view: str) -> None:
     with Ticket.fencing.lock(pk="a/1"):
         ticket = Ticket.objects.create(pk="a/1")
-    form = {"code": "a/1", "amount": 5, "post": "yes"}
-    assert browser.post(f"/admin/tests/ticket/a_2F1/{view}/", form).status_code == 302
+    address = f"/admin/tests/ticket/a_2F1/{view}/"
+    form = {**inputs(browser.get(address)), "code": "a/1", "amount": 5}
+    assert browser.post(address, form).status_code == 302
     assert not Ticket.objects.filter(amount=ticket.amount).exists()
 
 
@@ -165,20 +184,21 @@ def test_what_else_would_be_deleted_needs_permission_too(
 
 def test_many_rows_are_deleted_under_their_locks(browser: Client, atomic_requests: bool) -> None:
     rows = [Invoice.objects.create() for _ in range(3)]
-    form = {"action": "delete_selected", "_selected_action": [row.pk for row in rows]}
+    form = selected(browser, rows)
     if atomic_requests:
         # Other actions rely on the request's transaction, so the list keeps it.
-        answer = browser.post("/admin/tests/invoice/", {**form, "post": "yes"}, follow=True)
+        answer = browser.post("/admin/tests/invoice/", form, follow=True)
         assert "inside a transaction that has the file" in answer.content.decode()
         assert Invoice.objects.count() == 3
         return
     with hold_lock(f"tests.invoice:{rows[1].pk}"):
-        answer = browser.post("/admin/tests/invoice/", {**form, "post": "yes"}, follow=True)
-        html = answer.content.decode()
-        assert "is being processed by" in html
-        assert "Successfully" not in html
+        answer = browser.post("/admin/tests/invoice/", form, follow=True)
+        page = answer.content.decode()
+        assert "is being processed by" in page
+        assert "Successfully" not in page
+    assert not LogEntry.objects.exists()
     assert Invoice.objects.count() == 3
-    browser.post("/admin/tests/invoice/", {**form, "post": "yes"})
+    browser.post("/admin/tests/invoice/", form)
     assert not Invoice.objects.exists()
 
 
@@ -211,7 +231,8 @@ def test_a_delete_that_is_rejected_is_reported(
         raise StaleFence("A newer holder has written it.")
 
     monkeypatch.setattr(InvoiceAdmin, "delete_model", delete)
-    answer = browser.post(url(invoice, "delete"), {"post": "yes"}, follow=True)
+    form = opened(browser, invoice, "delete")
+    answer = browser.post(url(invoice, "delete"), form, follow=True)
     assert "Nothing was saved: Another holder has acquired the lock" in answer.content.decode()
 
 
@@ -223,7 +244,8 @@ def test_what_was_written_before_its_lease_was_lost_is_saved(
         current_lease().mark_lost("the lock service no longer knows it")
 
     monkeypatch.setattr(InvoiceAdmin, "delete_model", delete)
-    answer = browser.post(url(invoice, "delete"), {"post": "yes"}, follow=True)
+    form = opened(browser, invoice, "delete")
+    answer = browser.post(url(invoice, "delete"), form, follow=True)
     assert not Invoice.objects.exists()
     assert "Nothing was saved" not in answer.content.decode()
     assert "was deleted successfully" in answer.content.decode()

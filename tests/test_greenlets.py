@@ -140,8 +140,8 @@ def test_on_lost_abort_is_raise(run_green):
 
 
 def test_greenlets_take_turns_as_the_page_says(run_green):
-    page = Path(__file__).resolve().parent.parent / "docs/gevent.md"
-    code = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
+    page = Path(__file__).resolve().parent.parent / "docs/guides/recipes.md"
+    code = re.search(r"```python\n(import gevent\n.*?)```", page.read_text(), re.DOTALL)[1]
     run_green(f"{textwrap.dedent(code)}\nassert fetch_twice('news') == [1, 2]", "default")
 
 

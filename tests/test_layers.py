@@ -20,7 +20,7 @@ LAYERS = [
     "backends backends.database backends.postgres backends.redis",
     "core storage.history storage.unfenced",
     "locks",
-    "celery checks models operations ops",
+    "celery checks forms models operations ops",
     "admin apps contrib management test",
 ]
 PLACES = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}

@@ -17,7 +17,7 @@ from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock, lose_lease
 from tests.failing import unavailable
 from tests.models import Invoice
-from tests.test_docs import ROOT, _table
+from tests.test_docs import REFERENCE, _table
 
 PACKAGE = Path(django_fencedlock.__file__).parent
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -192,7 +192,7 @@ def test_records_carry_no_other_facts_than_the_documented_ones():
         if keyword.arg
     }
     assert used == KEYS
-    table = _table(ROOT / "docs/logging.md", "| attribute | meaning |")
+    table = _table(REFERENCE / "monitoring.md", "| attribute | meaning |")
     assert {row[0] for row in table} == {PREFIX + key for key in KEYS}
     taken = vars(logging.makeLogRecord({}))
     assert not {PREFIX + key for key in KEYS} & set(taken)

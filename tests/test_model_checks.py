@@ -8,6 +8,7 @@ from django.db import models
 from django.test.utils import isolate_apps
 
 from django_fencedlock.checks import (
+    check_admin,
     check_models,
     check_services,
     check_settings,
@@ -53,7 +54,7 @@ def abstract(name, **attributes):
 
 
 def test_the_checks_are_registered_and_find_nothing_in_the_models_here():
-    every = {check_models, check_services, check_settings, check_tables, check_tasks}
+    every = {check_admin, check_models, check_services, check_settings, check_tables, check_tasks}
     assert every <= set(registry.get_checks())
     assert check_models() == []
     assert found(Account, Invoice, Document, Contract) == {}

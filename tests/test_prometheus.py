@@ -3,7 +3,6 @@
 import re
 import time
 import uuid
-from pathlib import Path
 
 import pytest
 from django.apps import apps
@@ -22,7 +21,7 @@ from django_fencedlock.test import hold_lock, lose_lease
 from tests.backends import REDIS
 from tests.models import Account, Invoice, LedgerLine, Stock
 from tests.scripts import run_python
-from tests.test_docs import ROOT, _table
+from tests.test_docs import REFERENCE, _table
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -225,7 +224,7 @@ django.setup()
     assert "pip install 'django-fencedlock[prometheus]'" in done.stderr
 
 
-PAGE = Path(ROOT / "docs/metrics.md")
+PAGE = REFERENCE / "monitoring.md"
 
 
 def exported(registry):

@@ -1,4 +1,4 @@
-"""What comes from strangers: names, arguments, passwords. See docs/security.md."""
+"""What comes from strangers: names, arguments, passwords. See docs/concepts/security.md."""
 
 import enum
 import traceback

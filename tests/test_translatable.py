@@ -20,6 +20,8 @@ from django_fencedlock.admin import FenceAdmin, HeldLockAdmin, LockEventAdmin
 from django_fencedlock.admin.base import translated
 from django_fencedlock.admin.locks import STATES
 from django_fencedlock.models import Fence, HeldLock, LockEvent
+from tests.models import Document
+from tests.test_fenced_admin import opened, url
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -116,6 +118,18 @@ def test_every_reason_is_marked(marked: None) -> None:
     for kind in vars(exceptions).values():
         if isinstance(kind, type) and issubclass(kind, exceptions.FencedLockError):
             assert translated(kind("q1")).startswith(BEGIN), kind
+
+
+@pytest.mark.urls("tests.test_versioned_admin")
+def test_messages_about_rows_that_were_changed_are_marked(browser: Client, marked: None) -> None:
+    row = Document.objects.create(text="draft")
+    forms = {view: opened(browser, row, view) for view in ("change", "delete")}
+    for text in (f"{BEGIN}“Document object", f"{BEGIN}The page was sent without"):
+        row.save()
+        for view, form in forms.items():
+            answer = browser.post(url(row, view), {**form, "text": "mine"}, follow=True)
+            assert text in answer.content.decode()
+            form.pop("_fencedlock_seen", None)
 
 
 def test_states_columns_and_models_are_marked(marked: None) -> None:

@@ -171,6 +171,7 @@ def test_a_mutant_of_the_code_is_noticed(settings, monkeypatch, function, place)
     assert is_killed(killers_of_writes, settings)
 
 
+STATEMENTS = ["save", "insert", "pin", "fence", "registry", "takeover"]
 OPERATORS = {"<=": ">", "<": "<=", "=": "<>", "<>": "=", ">": "<="}
 OPERATORS |= {"AND": "OR", "OR": "AND", "IN": "NOT IN"}
 OPERATOR = re.compile(r"(?<= )(?:<=|<>|<|=|>|AND|OR|IN)(?= )")
@@ -186,7 +187,7 @@ OPERATOR = re.compile(r"(?<= )(?:<=|<>|<|=|>|AND|OR|IN)(?= )")
         (r"SELECT 1 FROM django_fencedlock_heldlock WHERE ", 7, killers_of_grants),
         (r"UPDATE django_fencedlock_heldlock SET alias.* WHERE ", 5, killers_of_grants),
     ],
-    ids=["save", "insert", "pin", "fence", "registry", "takeover"],
+    ids=STATEMENTS,
 )
 def test_a_mutant_of_the_sql_is_noticed(
     settings, monkeypatch, statement, places, killers, subtests

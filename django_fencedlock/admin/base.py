@@ -39,9 +39,15 @@ _REASONS = {
     exceptions.ReleaseBlocked: _("An open transaction keeps the fence locked."),
     exceptions.InsideTransaction: _("The request's transaction prevents it."),
     exceptions.LeaseLost: _("The lock was lost."),
-    exceptions.LockRequired: _("This change needs the lock of another row as well."),
-    exceptions.StaleFence: _("Another holder has acquired the lock, or changed the row."),
-    exceptions.VersionConflict: _("Another user or process changed the row."),
+    exceptions.LockRequired: _(
+        "This change needs the lock of another row as well. Change that row on its own page."
+    ),
+    exceptions.StaleFence: _(
+        "Another holder has acquired the lock, or changed the row. Reopen the page and try again."
+    ),
+    exceptions.VersionConflict: _(
+        "Another user or process changed the row. Reopen it and apply your changes again."
+    ),
     exceptions.WrongDatabase: _("The row isn't in the database that has its fence."),
     exceptions.OutcomeUnknown: _("It is unknown whether it was saved. Check it."),
     exceptions.SettingsError: _("The lock settings are invalid."),

@@ -1,57 +1,90 @@
-"""`FencedModelAdmin`: changes rows of a fenced model under their locks."""
+"""`FencedModelAdmin` and `VersionedModelAdmin`: save and delete rows as the user saw them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Any
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from django import forms
 from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import unquote
 from django.core.checks import CheckMessage
 from django.core.exceptions import ValidationError
+from django.db import router, transaction
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import SimpleTemplateResponse
 from django.utils import formats, timezone
+from django.utils.html import format_html
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from ..checks import messages as messages_of
 from ..exceptions import FencedLockError, LockNotAcquired
+from ..forms import CHANGED, VersionedModelForm
+from ..models import FencedModel, FencedQuerySet, VersionedModel
 from ..problems import Problem
 from .base import outside_transactions, translated
 
-#: The form field with the fence and version of the row at the time when the form was opened.
+#: The input that has the fences and versions of the rows that a page shows.
 SEEN = "_fencedlock_seen"
+#: The buttons without which a form of Django 6.1 runs an action.
+_SAVE = ("_save", "_continue", "_addanother", "_saveasnew")
+_CSRF_INPUT = re.compile(rb'<input type="hidden" name="csrfmiddlewaretoken"[^>]*>')
+
+_Response = TypeVar("_Response", bound=HttpResponse)
+
+_CHANGED_ROW = gettext_lazy(
+    "“%(row)s” was changed since this page showed it. Nothing was done. Check it, and try again."
+)
 
 
 class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """
-    Acquires the row's lock for each change, before the transaction.
+    Saves and deletes a row only as the page showed it; of a fenced model, under the row's lock.
 
-    A form that can't be saved shows the reason and keeps what the user typed.
+    The lock is acquired before the transaction. A form that can't be saved shows the reason and
+    keeps what the user typed.
     """
 
-    change_form_template = "admin/django_fencedlock/fenced_change_form.html"
+    #: For the checks, which can't import this class.
+    compares_rows = True
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
         found: list[CheckMessage] = super().check(**kwargs)
-        if self.list_editable:
+        name, problems = type(self).__name__, []
+        models = [self.model, *(getattr(each, "model", None) or Model for each in self.inlines)]
+        if self.list_editable and self._is_fenced:
             problem = Problem(
                 "E040",
-                f"{type(self).__name__}.list_editable saves many rows at once, but each row has "
-                "its own lock.",
+                f"{name}.list_editable saves many rows at once, but each row has its own lock.",
                 "Remove list_editable. Users can change each row on its own page.",
             )
-            found += messages_of([problem], type(self))
-        return found
+            problems.append(problem)
+        if not any(issubclass(model, FencedModel | VersionedModel) for model in models):
+            problem = Problem(
+                "E041",
+                f"{name} protects nothing: {self.opts.label} is neither a FencedModel nor a "
+                "VersionedModel.",
+                f"Derive {self.opts.object_name} from one of them, or {name} from ModelAdmin.",
+            )
+            problems.append(problem)
+        return found + messages_of(problems, type(self))
+
+    @property
+    def _is_fenced(self) -> bool:
+        return issubclass(self.model, FencedModel)
 
     def get_urls(self) -> list[Any]:
         # Django's views begin a transaction of their own, after the lock was acquired.
         base, urls = f"{self.opts.app_label}_{self.opts.model_name}", super().get_urls()
-        for each in urls:
+        for each in urls if self._is_fenced else ():
             if each.name in (f"{base}_add", f"{base}_change", f"{base}_delete"):
                 outside_transactions(each.callback)
         return urls
@@ -64,21 +97,26 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         show = functools.partial(super().changeform_view, request, object_id, *args, **kwargs)
         try:
             with _locked(self._rows_to_save(request, object_id)):
-                return show()
+                return _with_stamps(request, show())
         except _NotSaved as exc:
             # Show the form again with what was typed; get_form() makes it invalid.
             request.fencedlock_rejection = str(exc)  # type: ignore[attr-defined]
-            return show()
+            # Unless get_form() was overridden: then save_form() raises again.
+            with contextlib.suppress(_NotSaved):
+                return _with_stamps(request, show())
+            return self._report(request, exc)
 
     def _rows_to_save(self, request: HttpRequest, object_id: str | None) -> list[Any]:
         """Return the row whose lock the request needs, if the user may save it."""
-        if request.method != "POST":
+        is_action = ACTION_CHECKBOX_NAME in request.POST and request.POST.keys().isdisjoint(_SAVE)
+        if request.method != "POST" or not self._is_fenced or is_action:
             return []
         if object_id is not None and "_saveasnew" not in request.POST:
             row = self._posted_row(request, object_id)
             may = row is not None and self.has_change_permission(request, row)
             return [row] if may else []
-        if self.model.fencing.is_of_own_pk or not self.has_add_permission(request):
+        model: Any = self.model
+        if model.fencing.is_of_own_pk or not self.has_add_permission(request):
             return []
         form = self.get_form(request, None)(request.POST, request.FILES)
         return [form.instance] if form.is_valid() else []
@@ -93,60 +131,102 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def get_form(
         self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any
     ) -> type[forms.ModelForm[Any]]:
-        form: Any = super().get_form(request, obj, change, **kwargs)
-        why = getattr(request, "fencedlock_rejection", None) or _changed_since(request, obj)
-        if why is None:
-            return form  # type: ignore[no-any-return]
+        form: type[forms.ModelForm[Any]] = _comparing(
+            request, super().get_form(request, obj, change, **kwargs)
+        )
+        return form
 
-        class RejectedForm(form):  # type: ignore[misc]
-            def clean(self) -> Any:
-                """Show what was typed, and never be valid."""
-                super().clean()
-                raise ValidationError(str(why))
+    def get_changelist_form(self, request: HttpRequest, **kwargs: Any) -> Any:
+        return _comparing(request, super().get_changelist_form(request, **kwargs))
 
-        return RejectedForm
+    def save_form(self, request: HttpRequest, form: Any, change: bool) -> Any:
+        # Compared again, as get_form() or get_changelist_form() may be overridden.
+        if why := _rejection(request) or _why_changed(request, form.instance, CHANGED):
+            raise _NotSaved(why)
+        return super().save_form(request, form, change)
 
-    def render_change_form(
-        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> HttpResponse:
-        row = context.get("original")
-        if row is not None:
-            # As posted: sending a rejected form again must not overwrite the other change.
-            context["fencedlock_seen"] = request.POST.get(SEEN) or _stamp(row)
-        return super().render_change_form(request, context, *args, **kwargs)
+    def save_related(self, request: HttpRequest, form: Any, formsets: Any, change: bool) -> None:
+        for formset in formsets:
+            for each in formset.initial_forms:
+                if each.has_changed() or each in formset.deleted_forms:
+                    _require_unchanged(request, [each.instance], CHANGED)
+        super().save_related(request, form, formsets, change)
 
-    # Deleting
+    # Deleting, and other actions
 
     def delete_view(
         self, request: HttpRequest, object_id: str, extra_context: Any = None
     ) -> HttpResponse:
         try:
             with _locked(self._rows_to_delete(request, object_id)):
-                return super().delete_view(request, object_id, extra_context)
+                answer = super().delete_view(request, object_id, extra_context)
+                return _with_stamps(request, answer)
         except _NotSaved as exc:
             return self._report(request, exc)
 
     def _rows_to_delete(self, request: HttpRequest, object_id: str) -> list[Any]:
         """Return the row whose lock the request needs, if it will be deleted."""
-        row = self._posted_row(request, object_id) if request.POST else None
-        if row is None or not self.has_delete_permission(request, row):
-            return []
-        _texts, _counts, lacking, protected = self.get_deleted_objects([row], request)
-        return [] if lacking or protected else [row]
+        row = self._posted_row(request, object_id) if request.POST and self._is_fenced else None
+        may = row is not None and self.has_delete_permission(request, row)
+        return self._deletable(request, [row]) if may else []
+
+    def _deletable(self, request: HttpRequest, rows: Any) -> Any:
+        _texts, _counts, lacking, protected = self.get_deleted_objects(rows, request)
+        return [] if lacking or protected else rows
+
+    def log_deletions(self, request: HttpRequest, queryset: Any) -> Any:
+        # The view and the action call this with the objects that they delete next, whatever
+        # delete_model() and delete_queryset() are overridden with.
+        _require_unchanged(request, queryset, _CHANGED_ROW)
+        return super().log_deletions(request, queryset)
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> None:
-        with _locked(queryset):
+        using = router.db_for_write(self.model)
+        with _locked(queryset), transaction.atomic(using=using):
+            # QuerySet.delete() compares no versions. After this update, no other transaction can
+            # change the rows until the end of this one.
+            rows: FencedQuerySet[Any] = FencedQuerySet(self.model, using=using)
+            for row in queryset:
+                stamp = _stamp(row)
+                if stamp and not rows.filter(pk=row.pk, **stamp).update():
+                    raise _NotSaved(_CHANGED_ROW % {"row": row})
             super().delete_queryset(request, queryset)
 
-    def response_action(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         try:
-            return super().response_action(request, *args, **kwargs)
+            with _locked(()):
+                return _with_stamps(request, super().changelist_view(request, extra_context))
         except _NotSaved as exc:
             return self._report(request, exc)
 
+    def response_action(
+        self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run an action, unless one of the rows was changed since the page showed it."""
+        rows = queryset.filter(pk__in=request.POST.getlist(ACTION_CHECKBOX_NAME))
+        seen = _seen(request)
+        # Rows of other pages ("select all") weren't shown.
+        _require_unchanged(request, (row for row in rows if _key(row) in seen), _CHANGED_ROW)
+        if request.POST.get("action") == "delete_selected" and request.POST.get("post"):
+            within = transaction.atomic(using=router.db_for_write(self.model))
+            # Otherwise the log would have rows that weren't deleted.
+            with _locked(self._deletable(request, rows) if self._is_fenced else ()), within:
+                return super().response_action(request, queryset, *args, **kwargs)
+        try:
+            return super().response_action(request, queryset, *args, **kwargs)
+        except FencedLockError as exc:
+            text = _("The action stopped, and may have changed other rows before. %(why)s")
+            raise _NotSaved(text % {"why": translated(exc)}) from exc
+
     def _report(self, request: HttpRequest, error: _NotSaved) -> HttpResponse:
+        if request.method != "POST":
+            raise error  # The browser would load the page again and again.
         self.message_user(request, str(error), messages.ERROR)
         return HttpResponseRedirect(request.get_full_path())
+
+
+class VersionedModelAdmin(FencedModelAdmin):
+    """Saves and deletes a row of a versioned model only as the page showed it."""
 
 
 class _NotSaved(Exception):
@@ -155,12 +235,13 @@ class _NotSaved(Exception):
 
 @contextlib.contextmanager
 def _locked(rows: Iterable[Any]) -> Iterator[None]:
-    """Hold the rows' locks. Raise `_NotSaved` if one is held, and for other errors of locks."""
+    """Hold the fenced rows' locks. Raise `_NotSaved` for every error of locks and versions."""
     is_done = False
     try:
         with contextlib.ExitStack() as stack:
+            named = {row.fencing.name(): row for row in rows if isinstance(row, FencedModel)}
             # Sorted: two users who select the same rows must not each acquire a part of the locks.
-            for _name, row in sorted({row.fencing.name(): row for row in rows}.items()):
+            for _name, row in sorted(named.items()):
                 try:
                     stack.enter_context(row.fencing.lock(blocking_timeout=0))
                 except LockNotAcquired as exc:
@@ -186,16 +267,108 @@ def _held(row: Model, error: LockNotAcquired) -> str:
     return text % facts
 
 
-def _stamp(row: Any) -> str:
-    """Return a text that changes with every write of the row under a lease."""
-    return f"{row.fence}:{getattr(row, 'version', '')}"
+# What a page showed
 
 
-def _changed_since(request: HttpRequest, row: Any) -> str | None:
-    seen = request.POST.get(SEEN)
-    if row is None or seen is None or seen == _stamp(row):
+def _with_stamps(request: HttpRequest, response: _Response) -> _Response:
+    """
+    Add the stamps of the rows that a page shows to its forms.
+
+    To the finished page: Django's confirmation pages have no block inside of their forms, and
+    themes and projects replace templates.
+    """
+
+    def add(page: Any) -> None:
+        stamps = _shown_stamps(request, getattr(page, "context_data", None) or {})
+        if stamps and not page.streaming:
+            page.fencedlock_seen = value = json.dumps(stamps)  # For tests.
+            field = format_html('<input type="hidden" name="{}" value="{}">', SEEN, value)
+            more = field.encode(page.charset)
+            page.content = _CSRF_INPUT.sub(lambda found: found[0] + more, page.content)
+
+    if isinstance(response, SimpleTemplateResponse):
+        response.add_post_render_callback(add)
+    else:
+        add(response)
+    return response
+
+
+def _shown_stamps(request: HttpRequest, context: Mapping[str, Any]) -> dict[str, Any]:
+    rows = [context.get("original"), context.get("object"), *(context.get("queryset") or ())]
+    rows += getattr(context.get("cl"), "result_list", ())
+    for each in context.get("inline_admin_formsets", ()):
+        rows += [form.instance for form in each.formset.initial_forms]
+    stamps = {_key(row): _stamp(row) for row in rows if isinstance(row, Model)}
+    stamps = {key: stamp for key, stamp in stamps.items() if stamp and None not in stamp.values()}
+    if request.method != "POST":
+        return stamps
+    # As posted: sending a rejected form again must not overwrite the other change.
+    seen = _seen(request)
+    if "queryset" in context:
+        # The confirmation page of an action on all rows is the first one that shows some of them.
+        return {key: seen.get(key, stamp) for key, stamp in stamps.items()}
+    return {key: stamp for key, stamp in seen.items() if key in stamps or not context}
+
+
+def _key(row: Model) -> str:
+    return f"{row._meta.label_lower}:{row.pk}"
+
+
+def _stamp(row: Model) -> dict[str, Any]:
+    """Return the columns that change with every guarded write of the row."""
+    kinds = {"fence": FencedModel, "version": VersionedModel}
+    return {each: row.__dict__.get(each) for each, kind in kinds.items() if isinstance(row, kind)}
+
+
+def _seen(request: HttpRequest) -> dict[str, Any]:
+    """Return the stamps of the rows that the user saw."""
+    try:
+        found = json.loads(request.POST.get(SEEN, ""))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _require_unchanged(request: HttpRequest, rows: Iterable[Any], text: Any) -> None:
+    for row in rows:
+        if why := _why_changed(request, row, text):
+            raise _NotSaved(why)
+
+
+def _why_changed(request: HttpRequest, row: Any, text: Any) -> str | None:
+    """Return why a row may not be written: it isn't as the page showed it."""
+    stamp = {} if row._state.adding else _stamp(row)
+    seen = _seen(request).get(_key(row))
+    if not stamp or seen == stamp:
         return None
-    return _(
-        "“%(row)s” was changed since you opened this form. Your changes were not saved. Reopen the "
-        "form and apply them again."
-    ) % {"row": row}
+    if seen is None:
+        text = _(
+            "The page was sent without the version of “%(row)s”. Nothing was done. Reload the page "
+            "and try again."
+        )
+    return str(text % {"row": row})
+
+
+def _rejection(request: HttpRequest) -> str | None:
+    return getattr(request, "fencedlock_rejection", None)
+
+
+def _comparing(request: HttpRequest, form: Any) -> Any:
+    """Return a form that is invalid if its row isn't as the page showed it."""
+    fields = dict(form.base_fields)
+    if issubclass(form, VersionedModelForm):
+        del fields["seen_version"]  # The page has the versions of all of its rows.
+
+    class ComparingForm(form):  # type: ignore[misc]
+        def clean(self) -> Any:
+            cleaned, why = super().clean(), _rejection(request)
+            # A list sends rows that the user left alone as well.
+            if why is None and self.has_changed():
+                why = _why_changed(request, self.instance, CHANGED)
+            if why is not None:
+                raise ValidationError(why)
+            return cleaned
+
+    # A subclass has new fields, without what another get_form() changed in them.
+    ComparingForm.base_fields = fields
+    return ComparingForm

@@ -323,7 +323,7 @@ def _hand_over(first: TestOwner, second: TestOwner) -> Problem:
             )
     tokens = f"token {second.grant.token} after {first.grant.token}"
     if (second.grant.token or 0) <= (first.grant.token or 0):
-        hint = "Restore the fences: see docs/restore.md."
+        hint = "Restore the fences: see docs/guides/troubleshooting.md."
         raise _Failed(f"The second owner got {tokens}: tokens must rise.", hint)
     return ok(f"Hands over to a waiter: {_ms(clock() - began)}, {tokens}.")
 

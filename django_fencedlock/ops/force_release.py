@@ -29,7 +29,7 @@ READ_TIMEOUT = 2.0
 
 
 class Outcome(StrEnum):
-    """The result of a forced release; docs/forced_release.md explains each."""
+    """The result of a forced release; docs/reference/api.md explains each."""
 
     FREED = "freed"
     LEFT_TO_HOLDER = "left to its holder"

@@ -32,7 +32,7 @@ MOST_EVENTS = 100
 
 
 class State(StrEnum):
-    """The state of a lock of the registry; docs/commands.md explains each."""
+    """The state of a lock of the registry; docs/reference/operations.md explains each."""
 
     HELD = "held"
     EXPIRING = "expiring"

@@ -163,11 +163,12 @@ class AdminTests(AccountTestCase):
 
     def test_a_form_does_not_overwrite_a_running_booking(self) -> None:
         url = reverse("admin:accounts_account_change", args=[self.account.pk])
-        inline = {"entries-TOTAL_FORMS": 0, "entries-INITIAL_FORMS": 0}
+        form = {"number": "2000", "entries-TOTAL_FORMS": 0, "entries-INITIAL_FORMS": 0}
+        form["_fencedlock_seen"] = self.client.get(url).fencedlock_seen
         with hold_lock(self.name):
-            page = self.client.post(url, {"number": "2000", **inline})
+            page = self.client.post(url, form)
         self.assertContains(page, "is being processed by")
         self.account.refresh_from_db()
         self.assertEqual(self.account.number, "1000")
-        page = self.client.post(url, {"number": "2000", **inline})
+        page = self.client.post(url, form)
         self.assertEqual(page.status_code, 302)

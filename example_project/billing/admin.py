@@ -2,14 +2,14 @@ from django.contrib import admin, messages
 from django.db.models import QuerySet
 from django.http import HttpRequest
 
-from django_fencedlock.admin import FencedModelAdmin
+from django_fencedlock.admin import FencedModelAdmin, VersionedModelAdmin
 
 from .models import Customer, Invoice
 from .tasks import charge
 
 
 @admin.register(Customer)
-class CustomerAdmin(admin.ModelAdmin):
+class CustomerAdmin(VersionedModelAdmin):
     list_display = ["name", "email"]
     search_fields = ["name"]
 

@@ -136,8 +136,20 @@ class CustomerTests(BillingTestCase):
 
 
 class AdminTests(BillingTestCase):
-    def test_selected_invoices_are_charged(self) -> None:
+    def setUp(self) -> None:
+        super().setUp()
         self.client.force_login(User.objects.create_superuser("boss"))
+
+    def test_the_second_of_two_open_forms_is_rejected(self) -> None:
+        url = reverse("admin:billing_customer_change", args=[self.customer.pk])
+        seen = self.client.get(url).fencedlock_seen
+        form = {"name": "Ada", "email": "a@example.org", "_fencedlock_seen": seen}
+        self.assertEqual(self.client.post(url, {**form, "name": "Ada L."}).status_code, 302)
+        self.assertContains(self.client.post(url, form), "was changed since you opened this form")
+        self.customer.refresh_from_db()
+        self.assertEqual(self.customer.name, "Ada L.")
+
+    def test_selected_invoices_are_charged(self) -> None:
         chosen = {"action": "charge_now", "_selected_action": [self.invoice.pk]}
         with eager_tasks():
             self.client.post(reverse("admin:billing_invoice_changelist"), chosen)

@@ -42,7 +42,7 @@ Where to go next
       the same with servers: one of them or both
   example_project/README.md
       the accounts, invoices and sales of this example, to copy
-  README.md, docs/fenced_writes.md, docs/celery.md
+  README.md, docs/guides/fenced-models.md, docs/guides/celery.md
       what the package guarantees, and what it doesn't
 """
 

@@ -24,7 +24,7 @@ WITH_TOKEN = ("tally", "gauge")
 
 @dataclass(frozen=True)
 class Violation:
-    """A promise that was broken: its number in docs/fault_lab.md, and how."""
+    """A promise that was broken: its number in docs/dev/fault_lab.md, and how."""
 
     promise: str
     text: str

@@ -1,4 +1,4 @@
-"""docs/fault_lab.md names the faults, the promises and the options that there are."""
+"""docs/dev/fault_lab.md names the faults, the promises and the options that there are."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.faults import checker, command
 from tests.faults.faults import FAULTS
 
-PAGE = (Path(__file__).parent.parent.parent / "docs/fault_lab.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs/dev/fault_lab.md").read_text()
 
 
 def first_cells(heading: str) -> list[str]:

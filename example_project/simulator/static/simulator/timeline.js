@@ -150,7 +150,7 @@ export class Timeline {
     for (const over of bar.over) {
       const [from, width] = this.#span({ from: over.from, to: over.to ?? bar.to });
       this.#rect("over", from, y, width, 22);
-      if (width > 90) this.#text("on-over", from + 8, y + 15, "ran out");
+      if (width > 90) this.#text("on-over", from + 8, y + 15, "expired");
     }
   }
 
@@ -165,7 +165,7 @@ export class Timeline {
     const y = laneTop(bar.who) + 1;
     const [x, w] = this.#span(bar);
     this.#rect("paused", x, y, w, LANE - 2, 0);
-    if (w > 60) this.#text("on-pause", x + 5, y + 10, "stands still");
+    if (w > 60) this.#text("on-pause", x + 5, y + 10, "paused");
   }
 
   #cut(bar, pauses) {
