@@ -63,8 +63,8 @@ class Run(Call):
         It calls `run_interruptible()` itself: each frame in between is in every traceback.
         """
         with self._time_limit:
-            mark = running_task.set((self.title, self.task_id))
             running, converting = _running.get(), _converting.get()
+            mark = running_task.set((self.title, self.task_id))
             try:
                 result = self._begin()
                 if result is None:
