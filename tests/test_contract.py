@@ -193,7 +193,9 @@ class TestOutageOfDatabaseOnMariaDB(Private):
 @real("default")
 class TestOutageOfDatabaseOnSQLite(Private):
     def launch(self, request):
-        return request.getfixturevalue("tmp_path") / "db.sqlite3"
+        directory = request.getfixturevalue("tmp_path") / "server"
+        directory.mkdir()
+        return directory / "db.sqlite3"
 
     def address(self, request):
         make_alias = request.getfixturevalue("make_alias")
@@ -208,9 +210,10 @@ class TestOutageOfDatabaseOnSQLite(Private):
 
     @contextlib.contextmanager
     def gone(self):
-        away = self.server.with_suffix(".away")
-        self.server.rename(away)
+        # The directory: SQLite would make another file, without tables.
+        directory = self.server.parent
+        away = directory.rename(directory.with_suffix(".away"))
         try:
             yield
         finally:
-            away.rename(self.server)
+            away.rename(directory)

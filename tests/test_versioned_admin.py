@@ -8,6 +8,7 @@ from django import forms
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
+from django.db.models import CASCADE
 from django.db.models.signals import post_save, pre_save
 from django.http import HttpRequest, HttpResponse
 from django.middleware.csrf import get_token
@@ -241,7 +242,11 @@ def test_a_change_between_the_check_and_the_delete_undoes_the_delete_and_its_log
     assert not LogEntry.objects.exists()
 
 
-def test_a_row_and_what_is_deleted_with_it_can_both_be_selected(browser: Client) -> None:
+def test_a_row_and_what_is_deleted_with_it_can_both_be_selected(
+    browser: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relation: Any = Clause._meta.get_field("contract").remote_field
+    monkeypatch.setattr(relation, "on_delete", CASCADE)
     documents = [Document.objects.create() for _ in range(2)]
     clauses = [Clause.objects.create(contract=Contract.objects.create()) for _ in range(2)]
     browser.post(LIST, selected(browser, documents))
