@@ -27,7 +27,8 @@ TRIED = {
     # By test_existing_tables.py.
     "adopting.md": "diff",
 }
-#: Commands that a page writes itself.
+#: The reader's own project, and commands that a page writes itself.
+PROJECT = "shop"
 IMAGINED = ["close_books"]
 SHELL = [
     block
@@ -129,7 +130,8 @@ def _examine(words: list[str]) -> None:
     elif program == "pip":
         _examine_extras(rest)
     elif program == "celery":
-        assert find_spec(rest[rest.index("-A") + 1])
+        app = rest[rest.index("-A") + 1]
+        assert app == PROJECT or find_spec(app)
     else:
         here = Path(sys.executable).parent / program
         assert here.exists() or shutil.which(program), f"There is no program {program!r}."

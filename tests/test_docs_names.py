@@ -194,7 +194,10 @@ def _outputs(block: Block) -> str:
 
 
 #: Commands, their answers to a question, and lines of Celery, of Django and of a reader's code.
-FOREIGN = re.compile(r"^\$ |^y$|beat: |\bTask [\w.]+\[|^\[|^\{|^System check|is paused")
+FOREIGN = re.compile(
+    r"^\$ |^y$|beat: |\bTask [\w.]+\[|^\[|^\{|^System check|is paused"
+    r"|^Migrations for|^Operations to|pply all migrations|^Running m|\+ Create|DONE$|^Superuser"
+)
 #: Words that are values: in tables, and in the texts of others.
 VALUES = {*map(str, State), *(level.name.lower() for level in Level), "MainThread", "ms", "s"}
 VALUES |= {"idle", "needs", "nightly", "raised", "server", "task", "token", "transaction", "would"}
