@@ -9,6 +9,7 @@ import ast
 import contextlib
 import sys
 import types
+import unittest
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class LedgerLine(FencedModel):
     fencing = Fencing("account:{account_id}")
     account = models.ForeignKey(Account, on_delete=models.CASCADE)""",
     "Closing": "class Closing(models.Model):\n    day = models.DateField(unique=True)",
+    "Contract": 'class Contract(VersionedModel):\n    text = models.TextField(default="")',
     "InvoiceSerializer": "class InvoiceSerializer: ...",
     "add_fee": """
 @shared_task
@@ -45,7 +47,7 @@ from celery import shared_task
 from django.db import models
 
 from django_fencedlock.celery import single_instance
-from django_fencedlock.models import FencedModel, Fencing
+from django_fencedlock.models import FencedModel, Fencing, VersionedModel
 """
 #: Has a test of its own, since not every Django has tasks.
 DJANGO_TASKS = "from django.tasks import"
@@ -183,6 +185,12 @@ def _answers(names: dict[str, Any]) -> None:
     assert names["conflict_handler"](caught.value, {})["status"] == 409
 
 
+def _rejects_a_stale_write(names: dict[str, Any]) -> None:
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(names["StaleWriteTests"]).run(result)
+    assert (result.testsRun, result.errors, result.failures) == (1, [], [])
+
+
 def _closes_once(names: dict[str, Any]) -> None:
     for _ in range(2):
         names["close_day"].delay()
@@ -195,6 +203,7 @@ FURTHER: dict[str, Callable[[dict[str, Any]], None]] = {
     "fenced-models.md": _refused_form,
     "views.md": _answers,
     "periodic-tasks.md": _closes_once,
+    "testing.md": _rejects_a_stale_write,
 }
 
 
@@ -215,7 +224,8 @@ def _rest_framework() -> dict[str, types.ModuleType]:
         dispatch = staticmethod(lambda request: None)
 
     viewsets: Any = types.SimpleNamespace(ModelViewSet=ModelViewSet)
-    found["rest_framework"].__dict__["viewsets"] = viewsets
+    serializers: Any = types.SimpleNamespace(ModelSerializer=object, IntegerField=object)
+    found["rest_framework"].__dict__.update(viewsets=viewsets, serializers=serializers)
     found["rest_framework.response"].__dict__["Response"] = lambda data, **rest: rest
     found["rest_framework.views"].__dict__["exception_handler"] = lambda exc, context: None
     return found
