@@ -227,7 +227,8 @@ def _rest_framework() -> dict[str, types.ModuleType]:
     serializers: Any = types.SimpleNamespace(ModelSerializer=object, IntegerField=object)
     found["rest_framework"].__dict__.update(viewsets=viewsets, serializers=serializers)
     found["rest_framework.response"].__dict__["Response"] = lambda data, **rest: rest
-    found["rest_framework.views"].__dict__["exception_handler"] = lambda exc, context: None
+    views: dict[str, Any] = {"exception_handler": lambda exc, context: None}
+    found["rest_framework.views"].__dict__.update(views, set_rollback=lambda: None)
     return found
 
 
