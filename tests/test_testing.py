@@ -430,6 +430,15 @@ class TestDbFixture:
         assert lock("invoice:42", blocking_timeout=60).acquire() is None
 
 
+@pytest.mark.parametrize("_", range(2))
+def test_hold_lock_releases_before_the_database_is_closed(hold_lock, db, _):
+    hold_lock("invoice:42")
+
+
+def test_hold_lock_releases_before_the_database_is_flushed(hold_lock, transactional_db):
+    hold_lock("invoice:42")
+
+
 def test_the_fixture_locks_off_asks_no_database(disable_locking):
     with lock("invoice:42") as lease:
         assert lease.token == 1

@@ -26,7 +26,10 @@ def eager_tasks() -> Iterator[None]:
 
 
 @pytest.fixture
-def hold_lock() -> Iterator[Callable[..., Lease]]:
+def hold_lock(request: pytest.FixtureRequest) -> Iterator[Callable[..., Lease]]:
     """Return a function that holds a lock until the end of the test."""
+    # The database of a fixture that comes first is closed last, after the locks were released.
+    for database in {"db", "transactional_db"}.intersection(request.fixturenames):
+        request.getfixturevalue(database)
     with contextlib.ExitStack() as stack:
         yield lambda name, **terms: stack.enter_context(aids.hold_lock(name, **terms))
