@@ -6,7 +6,7 @@ import difflib
 import enum
 import math
 import signal
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, cached_property
@@ -18,13 +18,18 @@ from django.core.signals import setting_changed
 from django.db import connections
 from django.utils.module_loading import import_string
 
+from .core import names
 from .exceptions import SettingsError
 from .problems import Problem as Problem
 from .storage.text import without_secrets
 
 DEFAULT_ALIAS, MAX_ALIAS = "default", 100
+BACKENDS = {
+    kind: f"django_fencedlock.backends.{kind}.{kind.title()}Backend"
+    for kind in ("database", "postgres", "redis")
+}
 DEFAULTS: Mapping[str, Any] = {
-    "BACKEND": "django_fencedlock.backends.database.DatabaseBackend",
+    "BACKEND": BACKENDS["database"],
     "LOCATION": "",
     "TTL": 30,
     "BLOCKING_TIMEOUT": 10,
@@ -34,8 +39,6 @@ DEFAULTS: Mapping[str, Any] = {
 }
 #: Seconds for one request to a lock service; the option "TIMEOUT" of an alias overrides it.
 TIMEOUT = 5.0
-#: Names in a message; more would hide the rest of it.
-LISTED = 6
 _TIMEOUTS = (
     "Use TTL for the expiry, BLOCKING_TIMEOUT for how long to wait for a lock, or "
     "OPTIONS['TIMEOUT'] for the limit of a request."
@@ -181,7 +184,7 @@ def config(alias: str = DEFAULT_ALIAS) -> AliasConfig:
         raise SettingsError(str(problem))
     found = _settings()
     if alias not in found:
-        has = listed(map(repr, found))
+        has = names.shown(map(repr, found))
         raise SettingsError(f"FENCEDLOCK has no alias {alias!r}; it has {has}.")
     for problem in alias_problems(alias, found[alias]):
         if problem.is_error:
@@ -196,7 +199,9 @@ def problems() -> Iterator[Problem]:
     for alias, given in {} if broken else _settings().items():
         yield from alias_problems(alias, given)
     for name in dir(settings):
-        if name.startswith("FENCEDLOCK") and name not in SETTINGS:
+        bare = name.replace("_", "")
+        is_near = "FENCEDLOCK" in bare or difflib.get_close_matches(bare, ["FENCEDLOCK"], 1, 0.9)
+        if is_near and name not in SETTINGS:
             yield Problem("W003", f"Nothing reads the setting {name}.", unknown(name, SETTINGS))
     yield from filter(None, (_other(name)[1] for name in _OTHERS))
 
@@ -214,7 +219,7 @@ def shape_problems() -> Iterator[Problem]:
             hint = 'Make it a dict, such as {"BACKEND": ..., "TTL": 30}.'
             yield Problem("E001", f"{_where(alias)} is {shown(given)}.", hint)
     if DEFAULT_ALIAS not in found:
-        what = f"FENCEDLOCK has no alias 'default'; it has {listed(map(repr, found))}."
+        what = f"FENCEDLOCK has no alias 'default'; it has {names.shown(map(repr, found))}."
         yield Problem("E001", what, "Add it: a lock without backend= uses it.")
 
 
@@ -233,9 +238,14 @@ def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
     except ImproperlyConfigured as exc:
         yield Problem("E005", f"{_where(alias, 'BACKEND')}: {exc}")
     except (ImportError, TypeError) as exc:
-        what = f"{_where(alias, 'BACKEND')} is {shown(given['BACKEND'])}, which can't be used"
+        path = given["BACKEND"]
+        paths = {**BACKENDS, **{each.lower(): each for each in BACKENDS.values()}}
+        near = difflib.get_close_matches(path.lower(), paths, 1, 0.5)
+        guesses = [f"Did you mean {paths[each]!r}?" for each in near if paths[each] != path]
+        why = "" if guesses else f": {without_secrets(str(exc))}"
+        what = f"{_where(alias, 'BACKEND')} is {shown(path)}, which can't be used{why}."
         hint = f"Use a dotted path, such as {DEFAULTS['BACKEND']!r}."
-        yield Problem("E004", f"{what}: {without_secrets(str(exc))}.", hint)
+        yield Problem("E004", what, *(guesses or [hint]))
     else:
         yield from backend.problems(_read(alias, given))
 
@@ -245,6 +255,8 @@ def location_problems(config: AliasConfig) -> Iterator[Problem]:
     if config.location:
         what = f"{config.where('LOCATION')} is {shown(config.location)}"
         hint = "Leave it out; FENCE_DATABASE names the database."
+        if config.location.startswith(("redis", "unix:")):
+            hint = f"Add 'BACKEND': {BACKENDS['redis']!r}."
         yield Problem("E007", f"{what}, which this backend can't use.", hint)
 
 
@@ -264,16 +276,9 @@ def unknown(key: str, known: Any) -> str:
     as_known = {each.upper(): each for each in known}
     near = difflib.get_close_matches(key.upper(), as_known, n=1)
     guess = f"Did you mean {as_known[near[0]]!r}? " if near else ""
-    if guess and len(as_known) > LISTED:
+    if guess and len(as_known) > names.SHOWN:
         return guess.strip()
-    return f"{guess}Known keys: {listed(sorted(known)) or 'none'}."
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return a list of names for a message, cut after six."""
-    first = list(names)
-    more = len(first) - LISTED
-    return ", ".join(first[:LISTED]) + (f", and {more} more" if more > 0 else "")
+    return f"{guess}Known keys: {names.shown(sorted(known))}."
 
 
 def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
@@ -298,7 +303,7 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
         return
     what = f"{_where(alias, 'FENCE_DATABASE')} is {database!r}"
     if database not in settings.DATABASES:
-        hint = f"Use one of {listed(map(repr, settings.DATABASES))}."
+        hint = f"Use one of {names.shown(map(repr, settings.DATABASES))}."
         yield Problem("E006", f"{what}, which DATABASES doesn't have.", hint)
     elif (vendor := connections[database].vendor) not in VENDORS:
         hint = f"Fences can be kept on {', '.join(VENDORS)} (which includes MariaDB)."

@@ -57,7 +57,7 @@ def test_durations_may_be_timedeltas_and_are_read_again_when_they_change(setting
         ({"default": {"BACKEND": "no.such.Backend"}}, "E004", "no.such.Backend.*dotted path"),
         ({"default": {"BACKEND": "datetime.datetime"}}, "E004", "isn't a lock backend"),
         ({"default": {"FENCE_DATABASE": "other"}}, "E006", "'other'.*Use one of 'default'"),
-        ({"default": {"LOCATION": "redis://"}}, "E007", "Leave it out"),
+        ({"default": {"LOCATION": "localhost"}}, "E007", "Leave it out"),
         ({"default": {"OPTIONS": []}}, "E002", r"\[\].*dict"),
         ({"default": {"OPTIONS": {"TIMOUT": 3}}}, "E008", "'TIMOUT'.*Did you mean 'TIMEOUT'"),
         ({"default": {"OPTIONS": {"TIMEOUT": "x"}}}, "E003", "TIMEOUT.*'x'"),
@@ -107,13 +107,42 @@ ALIAS = "FENCEDLOCK['default']"
             {"default": {"x": 1}},
             "E002",
             f"{ALIAS} has an unknown key 'x'. Known keys: BACKEND, BLOCKING_TIMEOUT, "
-            "FENCE_DATABASE, KEY_PREFIX, LOCATION, OPTIONS, and 1 more.",
+            "FENCE_DATABASE, KEY_PREFIX, LOCATION, OPTIONS and 1 more.",
         ),
         (
             {"default": {"BACKEND": "redis"}},
             "E004",
-            f"{ALIAS}['BACKEND'] is 'redis', which can't be used: redis doesn't look like a module "
+            f"{ALIAS}['BACKEND'] is 'redis', which can't be used. Did you mean '{REDIS}'?",
+        ),
+        *(
+            (
+                {"default": {"BACKEND": given}},
+                "E004",
+                f"{ALIAS}['BACKEND'] is {given!r}, which can't be used. Did you mean {meant!r}?",
+            )
+            for given, meant in [
+                ("postgresql", POSTGRES),
+                ("Database", DATABASE),
+                (f"{PACKAGE}.redis", REDIS),
+                (f"{PACKAGE}.postgres", POSTGRES),
+                (DATABASE.replace("Database", "Databse"), DATABASE),
+                ("django.core.cache.backends.redis.RedisCache", REDIS),
+            ]
+        ),
+        (
+            {"default": {"BACKEND": "mine"}},
+            "E004",
+            f"{ALIAS}['BACKEND'] is 'mine', which can't be used: mine doesn't look like a module "
             f"path. Use a dotted path, such as '{DATABASE}'.",
+        ),
+        *(
+            (
+                {"default": {"LOCATION": f"{scheme}://x"}},
+                "E007",
+                f"{ALIAS}['LOCATION'] is '{scheme}://x', which this backend can't use. Add "
+                f"'BACKEND': '{REDIS}'.",
+            )
+            for scheme in ("redis", "rediss+sentinel", "unix")
         ),
         (
             {"default": {"BLOCKING_TIMEOUT": None}},
@@ -206,8 +235,15 @@ def test_the_policy_for_writes_without_lock_is_checked(settings):
         conf.without_lock()
 
 
-@pytest.mark.parametrize("name", ["FENCEDLOCKS", "FENCEDLOCK_UNLEASD", "FENCEDLOCK_TTL"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("FENCEDLOCKS", "FENCEDLOCK_UNLEASD", "FENCEDLOCK_TTL", "FENCED_LOCK", "FENCE_LOCK"),
+        *("DJANGO_FENCEDLOCK", "FENCED_LOCK_HISTORY", "FENCELOCK"),
+    ],
+)
 def test_a_setting_that_nothing_reads_is_named(settings, name):
+    settings.REDLOCK = settings.SELECT_LOCK = settings.ENHANCED_LOCK = settings.DEFENCE_LOCK = {}
     assert found() == {}
     setattr(settings, name, "warn")
     assert f"the setting {name}." in found()["W003"]

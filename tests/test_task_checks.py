@@ -266,7 +266,7 @@ def test_many_tasks_with_one_fault_are_one_message():
         add(app, single_instance(body), f"shop.t{number}")
     (problem,) = task_checks.problems([app])
     assert problem.message.startswith(
-        "Tasks shop.t0, shop.t1, shop.t2, shop.t3, shop.t4 and 2 more: only"
+        "Tasks shop.t0, shop.t1, shop.t2, shop.t3, shop.t4, shop.t5 and 1 more: only"
     )
 
 

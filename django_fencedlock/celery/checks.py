@@ -14,7 +14,7 @@ from celery import Celery
 
 from .. import conf
 from ..conf import Problem
-from ..core import runtime
+from ..core import names, runtime
 from ..exceptions import SettingsError
 from . import interrupts
 from .names import Single, single_of
@@ -33,8 +33,6 @@ IGNORED_LIMITS = {
 }
 #: Failed requests that a ttl should outlast: the keeper sends the first after a third of it.
 REQUESTS = 3
-#: Tasks that one message names.
-SHOWN = 5
 
 
 def problems(apps: Iterable[Celery]) -> Iterator[Problem]:
@@ -46,10 +44,9 @@ def problems(apps: Iterable[Celery]) -> Iterator[Problem]:
             if single := single_of(task):
                 for problem in _task_problems(app, task, single):
                     found[problem].add(task.name)
-    for problem, names in found.items():
-        tasks = f"Task{'s' if len(names) > 1 else ''} {', '.join(sorted(names)[:SHOWN])}"
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        yield replace(problem, message=f"{tasks}{more}: {problem.message}")
+    for problem, tasks in found.items():
+        what = f"Task{'s' if len(tasks) > 1 else ''} {names.shown(sorted(tasks))}"
+        yield replace(problem, message=f"{what}: {problem.message}")
 
 
 def _task_problems(app: Celery, task: Any, single: Single) -> Iterator[Problem]:

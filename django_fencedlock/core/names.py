@@ -7,7 +7,7 @@ import difflib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -193,10 +193,11 @@ class Template:
         )
 
 
-def shown(names: Collection[str]) -> str:
+def shown(given: Iterable[str]) -> str:
     """Return names for a message."""
+    names = list(given)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(list(names)[:SHOWN]) + more or "none"
+    return ", ".join(names[:SHOWN]) + more or "none"
 
 
 def a_value_of(kind: type) -> str:

@@ -17,7 +17,8 @@ from redis.backoff import NoBackoff
 from redis.connection import SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
 
-from ...conf import TIMEOUT, AliasConfig, Problem, listed, shown
+from ...conf import TIMEOUT, AliasConfig, Problem, shown
+from ...core import names
 from ...storage.text import HIDDEN, without_secrets
 
 #: What the driver raises. An unreachable Cluster raises an error of another family.
@@ -169,7 +170,7 @@ def _fault_of_url(url: str) -> str:
 
 def _fault_of_cache(alias: object) -> str:
     if not isinstance(alias, str) or alias not in caches.settings:
-        return f"which CACHES doesn't have; it has {listed(map(repr, caches.settings))}"
+        return f"which CACHES doesn't have; it has {names.shown(map(repr, caches.settings))}"
     try:
         cache = caches[alias]
     except (InvalidCacheBackendError, ImproperlyConfigured) as exc:
