@@ -61,6 +61,17 @@ def said(*given, of=charge, **terms):
             f"Lock name 'invoice:{{invocie_id}}' uses {{invocie_id}}, {WHERE} Did you mean "
             "{invoice_id}?",
         ),
+        *(
+            (
+                bare,
+                f"Lock name {bare!r} has no braces, so all calls of charge() share one lock. Write "
+                f'"{braced}", or rename it.',
+            )
+            for bare, braced in [
+                ("invoice_id:x:currency", "{invoice_id}:x:{currency}"),
+                ("invoice_id", "{invoice_id}"),
+            ]
+        ),
         ("x:{day}", f"Lock name 'x:{{day}}' uses {{day}}, {WHERE}"),
         (
             "invoice:{invoice_id",

@@ -106,6 +106,13 @@ class Template:
                 f"Invalid lock name template {text!r}: {exc}. Write a parameter as {{invoice_id}}, "
                 "and a brace as {{ or }}."
             ) from exc
+        plain = _of_one_value(self._parameters.signature)
+        braced = ":".join(f"{{{each}}}" if each in plain else each for each in text.split(":"))
+        if not self._fields and braced != text:
+            raise TypeError(
+                f"{self._what} has no braces, so all calls of {self._parameters.function}() share "
+                f'one lock. Write "{braced}", or rename it.'
+            )
         # Of hidden ones nothing but a text is left.
         has_rest = self._parameters.rest not in ("", *hidden)
         for field in self._fields:
@@ -261,10 +268,14 @@ class Parameters:
 
 def example_of(function: Callable[..., Any], *preferred: str) -> str:
     """Return a parameter of one value for an example, the first of `preferred` if it has one."""
-    known = inspect.signature(function).parameters.values()
-    many = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    found = [each.name for each in known if each.kind not in many and each.name != "self"]
+    found = _of_one_value(inspect.signature(function))
     return next((each for each in (*preferred, *found) if each in found), "invoice_id")
+
+
+def _of_one_value(signature: inspect.Signature) -> list[str]:
+    many = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    known = signature.parameters.values()
+    return [each.name for each in known if each.kind not in many and each.name != "self"]
 
 
 def _root(field: str) -> str:
