@@ -428,7 +428,10 @@ class TestByModel:
     @pytest.mark.parametrize(("template", "given"), [("{note}", None), ("x{note}", None)])
     def test_an_argument_of_none_names_no_row(self, made, template, given):
         task = made(charge, Invoice, policy={"pk": template})
-        with pytest.raises(ValueError, match=r"^Argument note is None, so it names no row\.$"):
+        with pytest.raises(
+            ValueError,
+            match=r"^Argument note is None, so it names no row\. Save the object first, or",
+        ):
             lock_name(task, 1, note=given)
 
     @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
+from django.db import transaction
 from django.db.models import F
 from django.test.utils import isolate_apps
 
@@ -52,6 +53,15 @@ def with_a_released_lease():
     invoice().save(lease=lease)
 
 
+def after_its_block(write):
+    block = Invoice.fencing.lock(42)
+    block.__enter__()
+    with transaction.atomic():
+        # The release waits for the end of the transaction.
+        block.__exit__(None, None, None)
+        write()
+
+
 def upsert():
     fields = {"update_fields": ["amount"], "unique_fields": ["id"]}
     Invoice.objects.bulk_create([Invoice(pk=77)], update_conflicts=True, **fields)
@@ -66,6 +76,7 @@ SAVING = "Saving tests.Invoice needs lock 'tests.invoice:42';"
 ELSEWHERE = (
     "another thread or task of this process holds it. Acquire it: with Invoice.fencing.lock("
 )
+BLOCK_ENDED = "it was released before this. Write inside its `with` block."
 REQUIRED = {
     lambda: invoice().save(): f"{SAVING} none is held here. {ACQUIRE}",
     lambda: under("other", invoice().save): f"{SAVING} held here: 'other'. {ACQUIRE}",
@@ -78,6 +89,11 @@ REQUIRED = {
     ),
     lambda: in_another_thread(lambda: Invoice.objects.update(amount=1)): (
         f"Updating{SAVING[6:]} {ELSEWHERE}pk=42), or pass its lease: using_lease(lease)."
+    ),
+    lambda: after_its_block(invoice().save): f"{SAVING} {BLOCK_ENDED}",
+    lambda: after_its_block(Invoice.objects.all().delete): f"Deleting{SAVING[6:]} {BLOCK_ENDED}",
+    lambda: after_its_block(lambda: elsewhere(invoice().save)): (
+        f"{SAVING} {ELSEWHERE}pk=42), or pass its lease: save(lease=lease)."
     ),
     update_several: (
         "Updating tests.Invoice needs 2 locks, such as 'tests.invoice:42'; none is held here. "
@@ -193,6 +209,7 @@ def job():
 
 
 NO_ROW = "names no row: that is not a valid value for"
+NONE = "Save the object first, or check that the id isn't None."
 NAMED = {
     lambda: Invoice.fencing.lock("abc"): (
         ValueError,
@@ -209,11 +226,11 @@ NAMED = {
     ),
     lambda: Invoice.fencing.lock(None): (
         ValueError,
-        "Argument pk is None, so it names no Invoice.",
+        f"Argument pk is None, so it names no Invoice. {NONE}",
     ),
     lambda: Seat.fencing.lock(("A", None)): (
         ValueError,
-        "Argument pk is None, so it names no Seat.",
+        f"Argument pk is None, so it names no Seat. {NONE}",
     ),
     lambda: LedgerLine.fencing.lock(account=Account()): (
         ValueError,
@@ -235,6 +252,14 @@ NAMED = {
     lambda: Invoice.fencing.lock(1, pk=2): (
         TypeError,
         "Invoice.fencing.lock() was given pk twice.",
+    ),
+    lambda: Invoice.fencing.lock(pk=1, columns={"pk": 2}): (
+        TypeError,
+        "Invoice.fencing.lock() was given pk twice.",
+    ),
+    lambda: LedgerLine.fencing.lock(account=1, account_id=2): (
+        TypeError,
+        "LedgerLine.fencing.lock() was given account_id twice.",
     ),
     lambda: job().fencing.lock(backend="x"): (
         TypeError,

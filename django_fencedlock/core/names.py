@@ -19,6 +19,8 @@ from uuid import UUID
 MAX_LENGTH = 200
 #: Names that a message lists at most.
 SHOWN = 6
+#: What to do if None is given for a row.
+NO_ID = "Save the object first, or check that the id isn't None."
 
 _PLAIN = (str, int, float, Decimal, UUID, date, datetime, time, timedelta, Enum, NoneType)
 
@@ -145,7 +147,7 @@ class Template:
         values = self._all(arguments, first)
         for field in self._fields:
             if (value := self.look_up(field, values)) is None:
-                raise ValueError(f"Argument {field} is None, so it names no row.")
+                raise ValueError(f"Argument {field} is None, so it names no row. {NO_ID}")
         return value if self._is_field else self._text_of(values)
 
     def look_up(self, field: str, values: Mapping[str, Any]) -> Any:

@@ -255,12 +255,9 @@ class FencingOf:
             )
         if not isinstance(columns, Mapping | None):
             raise TypeError(f"{label}.fencing.lock(): columns has to be a dict, not {columns!r}.")
-        values = {**arguments, **(columns or {})}
-        if key:
-            if "pk" in values:
-                raise TypeError(f"{label}.fencing.lock() was given pk twice.")
-            values["pk"] = key[0]
-        given = ", ".join(values) or "nothing"
+        by_position = [("pk", each) for each in key]
+        values = [*by_position, *arguments.items(), *(columns or {}).items()]
+        given = ", ".join(name for name, _ in values) or "nothing"
         if self._instance is not None and values:
             raise TypeError(
                 f"fencing.lock() of a row names itself; remove {given}, or write "
@@ -307,18 +304,21 @@ class FencingOf:
         found.pattern = self.pattern
         return found
 
-    def _name_from(self, arguments: Mapping[str, Any], given: str) -> str | None:
-        label, values = self.model.__name__, {}
-        if given == "pk" and isinstance(row := arguments["pk"], self.table):
+    def _name_from(self, arguments: Sequence[tuple[str, Any]], given: str) -> str | None:
+        label, values = self.model.__name__, dict[str, Any]()
+        if given == "pk" and isinstance(row := arguments[0][1], self.table):
             return type(row).fencing.name_of_row(row)  # type: ignore[no-any-return]
-        for key, value in arguments.items():
+        for key, value in arguments:
             fields = self.pk if key == "pk" else [_field(self.model, key)]
             parts = value if key == "pk" and isinstance(value, tuple | list) else (value,)
             if len(parts) != len(fields) and value is not None:
                 why = f"the primary key has {len(fields)} columns"
                 raise TypeError(f"{label}.fencing.lock(pk={value!r}): {why}.")
             for field, part in zip(fields, parts, strict=False):
-                values[field.attname if field else key] = self._checked(key, field, part)
+                column = field.attname if field else key
+                if column in values:
+                    raise TypeError(f"{label}.fencing.lock() was given {key} twice.")
+                values[column] = self._checked(key, field, part)
         if self.columns is None or set(values) != set(self.columns):
             named = "a callable" if self.columns is None else ", ".join(self.columns)
             raise TypeError(
@@ -333,8 +333,8 @@ class FencingOf:
         value = value_in(field, given)
         if value is None:
             why = "is None" if given is None else "isn't saved yet"
-            hint = "" if given is None else " Save it first."
-            raise ValueError(f"Argument {key} {why}, so it names no {label}.{hint}")
+            hint = names.NO_ID if given is None else "Save it first."
+            raise ValueError(f"Argument {key} {why}, so it names no {label}. {hint}")
         if field is None:
             return value
         target = target_of(field)

@@ -12,7 +12,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Case, F, Q, Value, When
 
 from .. import logs, signals
-from ..core.identity import Holder
+from ..core.identity import Holder, current_holder
 from ..core.manager import services
 from ..exceptions import LockRequired, StaleFence, StaleObject, VersionConflict, WrongDatabase
 from ..lease import Lease, current_lease, held_names
@@ -105,8 +105,10 @@ class Write:
         if not why and held:
             why = f"held here: {', '.join(map(repr, held[:3]))}{', ...' * (len(held) > 3)}"
         elif not why:
-            why = "none is held here"
-            if self._is_held_elsewhere():
+            why, leases = "none is held here", self._leases()
+            if any(lease.put_off and lease.who is current_holder() for lease in leases):
+                why, remedy = "it was released before this", "Write inside its `with` block."
+            elif leases:
                 call = "delete" if self.doing == DELETING else "save"
                 give = "using_lease(lease)" if self.row is None else f"{call}(lease=lease)"
                 why = "another thread or task of this process holds it"
@@ -117,10 +119,10 @@ class Write:
             held=held,
         )
 
-    def _is_held_elsewhere(self) -> bool:
-        """Whether another thread or task of this process holds the lock, under any alias."""
+    def _leases(self) -> list[Lease]:
+        """Return the leases of the lock in this process, under any alias."""
         leases = (lease for each in [*services.values()] for lease in each.keeper.leases())
-        return any(lease.name == self.name and lease.fenced for lease in leases)
+        return [lease for lease in leases if lease.name == self.name and lease.fenced]
 
     @property
     def token(self) -> int:
