@@ -44,6 +44,10 @@ DECORATES = (
 EXAMPLE = "{invoice_id}"
 TEMPLATE = 'Write a template: @single_instance("charge:{}").'
 
+BY_ARGUMENTS = (
+    'Write @single_instance alone: all arguments name the lock, and on_conflict is "skip".'
+)
+
 
 def said(*given, of=charge, **terms):
     with pytest.raises((TypeError, ValueError)) as caught:
@@ -161,7 +165,8 @@ def test_of_a_class_without_a_name():
         ({"unique_on": ["invoice_id", "currency"]}, TEMPLATE.format("{invoice_id}:{currency}")),
         ({"unique_on": "currency"}, TEMPLATE.format("{currency}")),
         ({"once": {"keys": ["currency"]}}, TEMPLATE.format("{currency}")),
-        ({"once": {"graceful": True}}, TEMPLATE.format("{invoice_id}")),
+        ({"once": {"graceful": True}}, BY_ARGUMENTS),
+        ({"unique_on": []}, BY_ARGUMENTS),
         ({"on_conflct": "skip"}, "Did you mean 'on_conflict'?"),
         (
             {"zzz": 3},
@@ -174,6 +179,12 @@ def test_of_arguments_of_other_packages(terms, hint):
     message = f"@single_instance has no argument {key!r}. {hint}"
     for name in ((), ("x:{invoice_id}",), (lambda task, arguments: "x",), ("reports.daily",)):
         assert said(*name, **terms) == message
+
+
+@pytest.mark.parametrize("once", [{}, {"graceful": True}, {"keys": []}])
+def test_of_keys_of_a_task_without_parameters(once):
+    message = f"@single_instance has no argument 'once'. {BY_ARGUMENTS}"
+    assert said(once=once, of=lambda: None) == said(once=once, of=lambda self: None) == message
 
 
 USER = (
@@ -323,8 +334,8 @@ def test_of_a_column_with_the_name_of_an_argument():
             (),
             charge,
             "Parameter 'invoice_id' of tests.messages: a lock name can't contain an object, which "
-            "has no fixed text. Name the lock by a template of plain values, or by a callable "
-            "(task, arguments) -> name.",
+            "has no fixed text. Write a template of plain values, or a callable (task, arguments) "
+            "-> name.",
         ),
         (
             ("x:{invoice_id}",),

@@ -406,8 +406,8 @@ def _key(key: Any) -> str:
 def _row(row: Model) -> str:
     if row.pk is None or row._state.adding:
         raise TypeError(
-            f"a lock name can't contain {row!r}, which isn't saved, so it has no lasting primary "
-            "key. Save it first, or pass a plain value of it."
+            f"a lock name can't contain {row!r}, which isn't saved. Save it first, or pass a plain "
+            "value of it."
         )
     return f"{row._meta.concrete_model._meta.label_lower}:{canonical(row.pk)}"  # type: ignore[union-attr]
 
@@ -428,8 +428,8 @@ def _scalar(value: Any) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         return f"bytes({base64.b64encode(bytes(value)).decode()})"
     raise TypeError(
-        f"a lock name can't contain {names.a_value_of(type(value))}, which has no fixed text. Name "
-        "the lock by a template of plain values, or by a callable (task, arguments) -> name."
+        f"a lock name can't contain {names.a_value_of(type(value))}, which has no fixed text. "
+        "Write a template of plain values, or a callable (task, arguments) -> name."
     )
 
 

@@ -123,6 +123,7 @@ OTHERS = {
     "unlock_before_run": 'Write on_conflict="coalesce": triggers during a run become one more run.',
     **dict.fromkeys(("keys", "once", "unique_on"), 'Write a template: @single_instance("{}").'),
 }
+_ALONE = 'Write @single_instance alone: all arguments name the lock, and on_conflict is "skip".'
 
 
 def unknown(
@@ -138,11 +139,9 @@ def unknown(
     if key in OTHERS:
         keys = value.get("keys") if isinstance(value, Mapping) else value
         keys = [keys] if isinstance(keys, str) else keys
-        fields = keys if isinstance(keys, list | tuple) and keys else [example]
-        text = ":".join(
-            [getattr(function, "__name__", "task"), *(f"{{{field}}}" for field in fields)]
-        )
-        hint = OTHERS[key].format(text)
+        fields = [f"{{{each}}}" for each in keys] if isinstance(keys, list | tuple) else []
+        text = ":".join([getattr(function, "__name__", "task"), *fields])
+        hint = OTHERS[key].format(text) if fields or "{" not in OTHERS[key] else _ALONE
     elif near := nearest(key, known):
         hint = f"Did you mean {near[0]!r}?"
     elif known is TERMS and isinstance(value, str) and (key in ("id", "pk") or "{" in value):

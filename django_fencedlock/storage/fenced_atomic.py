@@ -125,10 +125,9 @@ def _require_outermost(lease: Lease, connection: BaseDatabaseWrapper) -> None:
     if first is None and (blocks or connection.get_autocommit()):
         return
     raise InsideTransaction(
-        f"lease.atomic() of lock {lease.name!r} was called inside a transaction on "
-        f"{connection.alias!r}, and has to be the outermost block there. Open it first, and "
-        "transaction.atomic() inside it; a view under ATOMIC_REQUESTS needs "
-        "@transaction.non_atomic_requests for that.",
+        f"lease.atomic() of lock {lease.name!r} is inside a transaction on {connection.alias!r}, "
+        "and has to be the outermost block. Open it first; a view under ATOMIC_REQUESTS needs "
+        "@transaction.non_atomic_requests.",
         name=lease.name,
         alias=lease.alias,
     )
