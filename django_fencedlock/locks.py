@@ -8,7 +8,7 @@ import functools
 import inspect
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, Literal, Never, cast, overload
 
@@ -39,6 +39,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: What makes a task of a function, or stands for it, by its class. No task runner is imported.
 _TASKS = {"celery.app.task.Task", "celery.local.Proxy", "django.tasks.base.Task"}
+
+#: As the default of a parameter, it makes inspect show none.
+_NO_NAME: Any = inspect.Parameter.empty
 
 _validate = functools.lru_cache(1024)(names.validate)
 
@@ -85,8 +88,8 @@ class Lock(Generic[L]):
     ) -> None: ...
     def __init__(
         self,
-        name: str,
-        *,
+        name: str = _NO_NAME,
+        *extra: Any,
         ttl: Duration | None = None,
         blocking_timeout: Duration | Unset | None = UNSET,
         backend: str = conf.DEFAULT_ALIAS,
@@ -95,8 +98,11 @@ class Lock(Generic[L]):
         # A type checker rejects any other argument; at run time the error names it.
         **unknown: Never,
     ) -> None:
+        if extra:
+            instead = f"ttl={extra[0]!r} or blocking_timeout={extra[0]!r}"
+            raise TypeError(f"lock() takes its name alone by position. Write {instead}.")
         if unknown:
-            raise TypeError(_about_argument(next(iter(unknown))))
+            raise _unknown_argument("lock", _ARGUMENTS, *unknown)
         if type(name) is not str:
             _forbid_bare(name)
         self.name = _validate(name) if type(name) is str else names.validate(name)
@@ -129,6 +135,7 @@ class Lock(Generic[L]):
         *,
         blocking_timeout: Duration | Unset | None = UNSET,
         cancel: threading.Event | None = None,
+        **unknown: Never,
     ) -> Lease | None:
         """
         Acquire the lock, or enter it once more if this thread or task holds it.
@@ -136,6 +143,8 @@ class Lock(Generic[L]):
         Returns None if another holder had the lock until the time was over, or until `cancel` was
         set, which ends the wait within two seconds.
         """
+        if unknown:
+            raise _unknown_argument("acquire", ("blocking", "blocking_timeout", "cancel"), *unknown)
         forbid_in_event_loop(f"lock({self.name!r})", "await {}.aacquire()")
         control = self._service
         claim, who, wait = self._ask(control, blocking, blocking_timeout, cancel)
@@ -378,14 +387,17 @@ class Lock(Generic[L]):
 lock = Lock
 
 
-def _about_argument(given: str) -> str:
-    """Return what to write instead of an argument that `lock()` doesn't have."""
-    has = f"lock() has no argument {given}."
-    if given == "timeout":
-        return f"{has} Use ttl= (when the lock expires) or blocking_timeout= (how long to wait)."
-    if given == "blocking":
-        return f"{has} Use blocking_timeout=0, or lock(...).acquire(blocking=False)."
-    return f"{has} {conf.unknown(given, _ARGUMENTS)}"
+def _unknown_argument(method: str, known: Sequence[str], given: str, *more: str) -> TypeError:
+    """Return the error of an argument that a method doesn't have, with what to write instead."""
+    hint = conf.unknown(given, known)
+    of = "" if method == "lock" else " of lock()"
+    if given == "timeout" or (of and given == "ttl"):
+        hint = f"Use ttl={of} (when the lock expires) or blocking_timeout= (how long to wait)."
+    elif given == "blocking":
+        hint = "Use blocking_timeout=0, or lock(...).acquire(blocking=False)."
+    elif given in ("pk", "id"):
+        hint = 'Write a name, as in lock("invoice:42"), or Invoice.fencing.lock(pk=42).'
+    return TypeError(f"{method}() has no argument {given}. {hint}")
 
 
 _ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "required")

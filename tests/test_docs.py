@@ -324,7 +324,7 @@ def _parameters(thing: Any) -> dict[str, Any]:
     return {
         name: (parameter.default, parameter.kind)
         for name, parameter in inspect.signature(thing).parameters.items()
-        if name not in ("self", "unknown")
+        if name not in ("self", "unknown", "extra")
     }
 
 

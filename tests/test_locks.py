@@ -31,6 +31,10 @@ def f():
     pass
 
 
+def of_user(self, user_id, *args, **kwargs):
+    pass
+
+
 #: Django 6 alone has the real one: see test_django_tasks.py.
 FakeTask = type("Task", (), {"__module__": "django.tasks.base"})
 
@@ -59,6 +63,41 @@ MISTAKES = [
         lambda: lock("x", timeout=3),
         "TypeError: lock() has no argument timeout. Use ttl= (when the lock expires) or "
         "blocking_timeout= (how long to wait).",
+    ),
+    (
+        lambda: lock("x").acquire(timeout=3),
+        "TypeError: acquire() has no argument timeout. Use ttl= of lock() (when the lock expires) "
+        "or blocking_timeout= (how long to wait).",
+    ),
+    (
+        lambda: lock("x").acquire(ttl=3),
+        "TypeError: acquire() has no argument ttl. Use ttl= of lock() (when the lock expires) or "
+        "blocking_timeout= (how long to wait).",
+    ),
+    (
+        lambda: lock("x").acquire(blockng=False),
+        "TypeError: acquire() has no argument blockng. Did you mean 'blocking'? "
+        "Known keys: blocking, blocking_timeout, cancel.",
+    ),
+    (
+        lambda: lock(pk=1),
+        'TypeError: lock() has no argument pk. Write a name, as in lock("invoice:42"), or '
+        "Invoice.fencing.lock(pk=42).",
+    ),
+    (
+        lambda: lock("x", 5),
+        "TypeError: lock() takes its name alone by position. Write ttl=5 or blocking_timeout=5.",
+    ),
+    (lambda: lock(), 'TypeError: Use @lock("name"), with a name, such as @lock("name").'),
+    (
+        lambda: lock("f:user_id")(of_user),
+        "TypeError: Lock name 'f:user_id' has no braces, so all calls of of_user() share one lock. "
+        'Write "f:{user_id}", or rename it.',
+    ),
+    (
+        lambda: lock("user_id")(of_user),
+        "TypeError: Lock name 'user_id' has no braces, so all calls of of_user() share one lock. "
+        'Write "{user_id}", or rename it.',
     ),
     (
         lambda: lock("x", blocking=False),
@@ -134,6 +173,11 @@ def test_the_error_says_what_to_write_instead(mistake, message):
     assert (type(caught.value).__name__, str(caught.value)) == (error, text)
     assert len(text) <= 200
     assert lock("x").holder() is None
+
+
+@pytest.mark.parametrize("name", ["self", "args", "f:user", "{user_id}:user_id", "x:{{user_id}}"])
+def test_a_name_that_needs_no_braces_is_allowed(name):
+    assert lock(name)(of_user)
 
 
 @pytest.mark.parametrize("method", ["verify", "renew", "release"])
