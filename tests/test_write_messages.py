@@ -144,6 +144,13 @@ def stale_fence():
         invoice().save()
 
 
+def stale_in_bulk():
+    old = [invoice(), invoice()]
+    for each in old:
+        with Invoice.fencing.lock(42):
+            Invoice.objects.bulk_update([each], ["amount"])
+
+
 def deleted():
     with Invoice.fencing.lock(42):
         old = invoice()
@@ -165,6 +172,11 @@ REJECTED = {
         StaleObject,
         UNDER.replace("token 1", "token 2") + "it was read before the lock was acquired, and "
         "written under token 1 since; read it again under the lock.",
+    ),
+    stale_in_bulk: (
+        StaleObject,
+        "Updating tests.Invoice pk=42 under token 2 of lock 'tests.invoice:42' was rejected: it "
+        "was read before the lock was acquired, and written since; read it again under the lock.",
     ),
     stale_fence: (StaleFence, f"{UNDER}the newest token is 9."),
     deleted: (StaleFence, f"{UNDER}its row was deleted, and isn't inserted again."),

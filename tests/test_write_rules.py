@@ -578,7 +578,7 @@ def test_bulk_update_compares_the_fence_of_each_object(database):
     with held(*[row.fencing.name() for row in rows]):
         with statements(1):
             Invoice.objects.bulk_update([set_(row, amount=5) for row in rows], ["amount"])
-        with refused(StaleFence, match="since it was read"):
+        with refused(StaleObject, match="read before the lock was acquired, and written since"):
             Invoice.objects.bulk_update([set_(row, amount=6) for row in twins], ["amount"])
         Invoice.objects.bulk_update(
             [rows[0], Invoice(pk=rows[1].pk, amount=7), rows[2]], ["amount"], batch_size=2
@@ -590,7 +590,7 @@ def test_bulk_update_compares_the_fence_of_each_object(database):
     with first.fencing.lock():
         LedgerLine.objects.update(amount=7)
     second.refresh_from_db()
-    with first.fencing.lock(), refused(StaleFence, LedgerLine):
+    with first.fencing.lock(), refused(StaleObject, LedgerLine, match=f"pk={first.pk}"):
         LedgerLine.objects.bulk_update([first, second], ["amount"])
 
 

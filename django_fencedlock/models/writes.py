@@ -38,7 +38,8 @@ class Write:
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     #: What it goes under; None for a write without a lock that is allowed.
     grant: WriteGrant | None = None
-    #: For objects: the fences that their rows may have.
+    #: For objects: their primary keys, and the fences that their rows may have.
+    keys: Sequence[Any] = ()
     fences: Q | None = None
     #: The write to the lock that the rows are moved to, if that is another lock.
     moving_to: Write | None = None
@@ -190,6 +191,16 @@ class Write:
         found = overtaken(connections[self.using], self.grant)
         return None if found is None else self.error(found[0], pk=pk, holder=found[1])
 
+    def outdated(self) -> StaleFence | None:
+        """Return the error if one of the objects was read before the lock, and written since."""
+        if self.fences is None:
+            return None
+        rows: models.QuerySet[Any] = models.QuerySet(self.fencing.model, using=self.using)
+        rows = rows.filter(is_of(self), ~self.fences, pk__in=self.keys, fence__lte=self.token)
+        why = "it was read before the lock was acquired, and written since; read it again under the"
+        found = [*rows.values_list("pk", flat=True)[:1]]
+        return self.error(f"{why} lock", pk=found[0], kind=StaleObject) if found else None
+
 
 WRITTEN_SINCE = (
     "a row was written since it was read or under a newer token, or belongs to another lock"
@@ -208,7 +219,9 @@ def rejected(writes: Sequence[Write], pk: Any = None, missed: str = "") -> Stale
     if connection.in_atomic_block and is_broken:
         return writes[0].error(f"a newer grant exists, or {why}", pk=pk)
     found = (superseded for write in writes if (superseded := write.superseded(pk)))
-    return next(found, None) or writes[0].error(why, pk=pk)
+    # Not after a statement that wrote the others: their rows have its own token.
+    old = (outdated for write in writes if not missed and (outdated := write.outdated()))
+    return next(found, None) or next(old, None) or writes[0].error(why, pk=pk)
 
 
 def version_conflict(
@@ -339,7 +352,7 @@ def limit_to(writes: Iterable[Write], objs: Sequence[Any], names: Sequence[str |
         for pk in write.columns.get("pk__in", ()):
             if str(pk) not in keys:
                 raise write.moved(pk)
-        write.fences = _fences_of_many(write, own)
+        write.keys, write.fences = [obj.pk for obj in own], _fences_of_many(write, own)
 
 
 def _fences_of_many(write: Write, rows: Iterable[Any]) -> Q:
