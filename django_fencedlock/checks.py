@@ -14,6 +14,7 @@ from django.core.checks import CheckMessage, Info, Tags, Warning, register
 from django.core.checks import Error as CheckError
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections, router
+from django.db.models import Model
 
 from . import conf
 from .core.manager import service
@@ -184,10 +185,18 @@ def _admin_problems() -> Iterator[Problem]:
             page = site.get_model_admin(model)
             about = f"{type(page).__name__} (site {site.name!r})"
             yield from _page_problems(page, page, about)
-            for each in page.inlines:
-                if isinstance(each, type) and hasattr(each, "model"):
-                    inline = each(model, site)
-                    yield from _page_problems(page, inline, f"{each.__name__} in {about}")
+            for each in inlines_of(page):
+                inline = each(model, site)
+                yield from _page_problems(page, inline, f"{each.__name__} in {about}")
+
+
+def inlines_of(page: Any) -> list[Any]:
+    """Return the inlines of an admin page, without those whose mistakes Django's checks report."""
+    from django.contrib.admin.options import InlineModelAdmin
+
+    given = page.inlines if isinstance(page.inlines, list | tuple) else ()
+    inlines = [x for x in given if isinstance(x, type) and issubclass(x, InlineModelAdmin)]
+    return [x for x in inlines if isinstance(x.model, type) and issubclass(x.model, Model)]
 
 
 def _page_problems(page: Any, rows: Any, about: str) -> Iterator[Problem]:
@@ -196,7 +205,10 @@ def _page_problems(page: Any, rows: Any, about: str) -> Iterator[Problem]:
     # An attribute, as the admin can't be imported here.
     compares = getattr(page, "compares_rows", False)
     policy = "allow" if fencing is None else fencing.spec.without_lock
-    if not _may(rows, "change") and not _may(rows, "delete"):
+    changes = _may(rows, "change") or _may(rows, "delete")
+    # A new row that is named by its own primary key needs no lock.
+    adds = fencing is not None and not fencing.is_of_own_pk and _may(rows, "add")
+    if not changes and not adds:
         return
     register = f"Register {page.model._meta.label} with a subclass of django_fencedlock.admin."
     if policy != "allow" and not (compares and _have_one_lock(_fencing(page.model), fencing)):
@@ -206,10 +218,10 @@ def _page_problems(page: Any, rows: Any, about: str) -> Iterator[Problem]:
             f"{about} acquires no lock of {label}: saving or deleting {result}.",
             f"{register}FencedModelAdmin."
             if rows is page
-            else f"Give {label} the lock of its parent row, under a FencedModelAdmin. Or let the "
-            "inline change and delete nothing.",
+            else f"Give {label} the lock of its parent row, under a FencedModelAdmin. Or make the "
+            "inline read-only.",
         )
-    elif issubclass(rows.model, VersionedModel) and not compares:
+    elif changes and issubclass(rows.model, VersionedModel) and not compares:
         yield Problem(
             "W042",
             f"{about} compares no versions: of two users who edit a {label}, the second one "
@@ -235,9 +247,12 @@ def _have_one_lock(parent: Any, inline: Any) -> bool:
 
 
 def _may(rows: Any, what: str) -> bool:
-    """Whether a page lets users change or delete rows. If it depends on the request, it does."""
+    """Whether users may add, change or delete rows. If it depends on the request, they may."""
+    is_inline = hasattr(rows, "max_num")
+    if what == "add" and is_inline and rows.max_num == 0:
+        return False
     try:
-        return bool(getattr(rows, f"has_{what}_permission")(None))
+        return bool(getattr(rows, f"has_{what}_permission")(*[None] * (1 + is_inline)))
     except Exception:
         return True
 

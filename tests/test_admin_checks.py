@@ -33,8 +33,8 @@ def read_only(base: Any, *, but: str = "") -> Any:
     def never(page: Any, request: Any, obj: Any = None) -> bool:
         return False
 
-    names = {f"has_{each}_permission": never for each in ("change", "delete") if each != but}
-    return type("Page", (base,), names)
+    kinds = {"add", "change", "delete"} - {but}
+    return type(base.__name__, (base,), {f"has_{each}_permission": never for each in kinds})
 
 
 def inline(model: Any, base: Any = admin.TabularInline, **attributes: Any) -> Any:
@@ -59,8 +59,8 @@ def no_lock(who: str, label: str, result: str = "fails with LockRequired") -> st
     hint = f"Register {label} with a subclass of django_fencedlock.admin.FencedModelAdmin."
     if "Rows in" in who:
         hint = (
-            f"Give {label} the lock of its parent row, under a FencedModelAdmin. Or let the inline "
-            "change and delete nothing."
+            f"Give {label} the lock of its parent row, under a FencedModelAdmin. Or make the "
+            "inline read-only."
         )
     text = f"acquires no lock of {label}: saving or deleting {result}."
     return f"W041 {who} (site 'staff') {text} {hint}"
@@ -90,10 +90,16 @@ LISTED = {"list_display": ("pk", "amount"), "list_editable": ("amount",)}
     ("model", "base", "message"),
     [
         (Invoice, PLAIN, no_lock("ModelAdmin", "tests.Invoice")),
-        (Contract, read_only(PLAIN, but="delete"), no_lock("Page", "tests.Contract")),
+        (Contract, read_only(PLAIN, but="delete"), no_lock("ModelAdmin", "tests.Contract")),
         (Warned, PLAIN, no_lock("ModelAdmin", "tests.Warned", WRITES)),
         (Document, PLAIN, no_version("ModelAdmin", "tests.Document", "tests.Document")),
         (Account, page(PLAIN, inline(LedgerLine)), no_lock("Rows in Page", "tests.LedgerLine")),
+        (
+            Account,
+            page(PLAIN, read_only(inline(LedgerLine), but="add")),
+            no_lock("Rows in Page", "tests.LedgerLine"),
+        ),
+        (LedgerLine, read_only(PLAIN, but="add"), no_lock("ModelAdmin", "tests.LedgerLine")),
         (
             Account,
             page(FencedModelAdmin, inline(Invoice, admin.StackedInline)),
@@ -125,11 +131,32 @@ def test_what_is_reported(model: Any, base: Any, message: str) -> None:
         (Invoice, read_only(PLAIN)),
         (Document, read_only(PLAIN)),
         (Account, page(PLAIN, read_only(inline(LedgerLine)))),
+        (Account, page(PLAIN, read_only(inline(LedgerLine, max_num=0), but="add"))),
+        (Account, page(PLAIN, read_only(inline(Invoice), but="add"))),
         (Shelf, page(PLAIN, "a mistake that Django reports")),
     ],
 )
 def test_what_is_not_reported(model: Any, base: Any) -> None:
     assert [each for each in found(model, base) if re.match("[EW]04", each)] == []
+
+
+@pytest.mark.parametrize("base", [PLAIN, FencedModelAdmin])
+@pytest.mark.parametrize(
+    ("inlines", "of_django"),
+    [
+        (None, "E103"),
+        ({inline(Rebate)}, "E103"),
+        (["x"], "E104"),
+        ([page(PLAIN)], "E104"),
+        ([type("Rows", (admin.TabularInline,), {})], "E105"),
+        ([inline("tests.Rebate")], "E106"),
+    ],
+)
+def test_a_mistake_in_inlines_is_left_to_the_checks_of_django(
+    base: Any, inlines: Any, of_django: str
+) -> None:
+    ids = {each.split()[0] for each in found(Invoice, type("Page", (base,), {"inlines": inlines}))}
+    assert ids == {of_django, *(["W041"] if base is PLAIN else [])}
 
 
 def test_a_mistake_in_the_model_is_left_to_its_own_checks(monkeypatch: pytest.MonkeyPatch) -> None:

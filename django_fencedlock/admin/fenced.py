@@ -27,6 +27,7 @@ from django.utils.translation import gettext_lazy
 
 from ..checks import messages as messages_of
 from ..exceptions import FencedLockError, LockNotAcquired
+from ..checks import inlines_of
 from ..forms import CHANGED, VersionedModelForm
 from ..models import FencedModel, FencedQuerySet, VersionedModel
 from ..problems import Problem
@@ -59,7 +60,7 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def check(self, **kwargs: Any) -> list[CheckMessage]:
         found: list[CheckMessage] = super().check(**kwargs)
         name, problems = type(self).__name__, []
-        models = [self.model, *(getattr(each, "model", None) or Model for each in self.inlines)]
+        models = [self.model, *(each.model for each in inlines_of(self))]
         if self.list_editable and self._is_fenced:
             problem = Problem(
                 "E040",
