@@ -115,6 +115,14 @@ def test_a_form_that_was_opened_before_a_change(browser: Client, invoice: Invoic
     assert browser.post(url(invoice), {**opened(browser, invoice), "note": "x"}).status_code == 302
 
 
+def test_the_form_for_logging_out_does_not_send_what_the_page_showed(
+    browser: Client, invoice: Invoice
+) -> None:
+    page = browser.get(url(invoice)).content.decode()
+    assert page.count("csrfmiddlewaretoken") == 1 + page.count("_fencedlock_seen")
+    assert "_fencedlock_seen" not in re.findall(r'id="logout-form".*?</form>', page, re.S)[0]
+
+
 def test_a_form_that_was_opened_on_an_older_version(browser: Client) -> None:
     contract = Contract.objects.create(text="one")
     form = {**opened(browser, contract), "text": "mine"}

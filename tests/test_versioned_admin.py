@@ -12,7 +12,9 @@ from django.db.models import CASCADE
 from django.db.models.signals import post_save, pre_save
 from django.http import HttpRequest, HttpResponse
 from django.middleware.csrf import get_token
-from django.test import Client
+from django.template import engines
+from django.template.response import SimpleTemplateResponse
+from django.test import Client, RequestFactory
 from django.urls import path
 
 from django_fencedlock import lock
@@ -314,6 +316,32 @@ def test_the_page_of_an_action_carries_what_the_list_showed(
     assert ran == []
 
 
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"queryset": 5},
+        {"queryset": Document.objects.all()},
+        {"inline_admin_formsets": None},
+        {"inline_admin_formsets": [5], "cl": 5},
+    ],
+)
+def test_the_page_of_an_action_may_have_any_context(
+    browser: Client,
+    document: Document,
+    monkeypatch: pytest.MonkeyPatch,
+    context: Any,
+) -> None:
+    def ask(page: Any, request: HttpRequest, queryset: Any) -> HttpResponse:
+        context["csrf_token"] = get_token(request)
+        page = "<form method='post'>{% csrf_token %}</form>"
+        return SimpleTemplateResponse(engines["django"].from_string(page), context)
+
+    monkeypatch.setattr(DocumentAdmin, "ask", ask)
+    answer = act(browser, [document], action="ask")
+    assert answer.fencedlock_seen == browser.get(LIST).fencedlock_seen
+    assert getattr(context.get("queryset"), "_result_cache", None) is None
+
+
 # Lists
 
 
@@ -481,6 +509,27 @@ def test_the_form_of_an_admin_may_be_a_versioned_one(
     assert "seen_version" not in form
     assert browser.post(url(document), {**form, "text": "mine"}).status_code == 302
     assert texts() == ["mine"]
+
+
+def test_a_form_without_the_field_of_a_versioned_one(
+    browser: Client, document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = type("Form", (VersionedModelForm,), {"seen_version": None})
+    monkeypatch.setattr(DocumentAdmin, "form", form)
+    sent = {**opened(browser, document), "text": "mine"}
+    assert browser.post(url(document), sent).status_code == 302
+
+
+def test_a_page_of_a_fenced_and_versioned_model_may_have_both_bases() -> None:
+    page: Any = type("Page", (FencedModelAdmin, VersionedModelAdmin), {})
+    assert page(Contract, site).check() == []
+
+
+def test_a_view_of_a_project_may_log_deletions(browser: Client, document: Document) -> None:
+    request = RequestFactory().post("/")
+    request.user = User.objects.get()
+    DocumentAdmin(Document, site).log_deletions(request, [document])
+    assert LogEntry.objects.count() == 1
 
 
 # The admin's other paths

@@ -25,9 +25,9 @@ from django.utils.html import format_html
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from ..checks import inlines_of
 from ..checks import messages as messages_of
 from ..exceptions import FencedLockError, LockNotAcquired
-from ..checks import inlines_of
 from ..forms import CHANGED, VersionedModelForm
 from ..models import FencedModel, FencedQuerySet, VersionedModel
 from ..problems import Problem
@@ -37,7 +37,10 @@ from .base import outside_transactions, translated
 SEEN = "_fencedlock_seen"
 #: The buttons without which a form of Django 6.1 runs an action.
 _SAVE = ("_save", "_continue", "_addanother", "_saveasnew")
-_CSRF_INPUT = re.compile(rb'<input type="hidden" name="csrfmiddlewaretoken"[^>]*>')
+#: With the beginning of the form that each page has for logging out.
+_CSRF_INPUT = re.compile(
+    rb'(<form id="logout-form"[^>]*>\s*)?<input type="hidden" name="csrfmiddlewaretoken"[^>]*>'
+)
 
 _Response = TypeVar("_Response", bound=HttpResponse)
 
@@ -46,14 +49,7 @@ _CHANGED_ROW = gettext_lazy(
 )
 
 
-class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
-    """
-    Saves and deletes a row only as the page showed it; of a fenced model, under the row's lock.
-
-    The lock is acquired before the transaction. A form that can't be saved shows the reason and
-    keeps what the user typed.
-    """
-
+class _ComparingModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     #: For the checks, which can't import this class.
     compares_rows = True
 
@@ -132,10 +128,9 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def get_form(
         self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any
     ) -> type[forms.ModelForm[Any]]:
-        form: type[forms.ModelForm[Any]] = _comparing(
-            request, super().get_form(request, obj, change, **kwargs)
-        )
-        return form
+        form = super().get_form(request, obj, change, **kwargs)
+        is_rejected = _rejection(request) is not None
+        return _comparing(request, form) if is_rejected or _has_version(form) else form
 
     def get_changelist_form(self, request: HttpRequest, **kwargs: Any) -> Any:
         return _comparing(request, super().get_changelist_form(request, **kwargs))
@@ -160,6 +155,7 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     ) -> HttpResponse:
         try:
             with _locked(self._rows_to_delete(request, object_id)):
+                request.fencedlock_deletes = True  # type: ignore[attr-defined]
                 answer = super().delete_view(request, object_id, extra_context)
                 return _with_stamps(request, answer)
         except _NotSaved as exc:
@@ -177,8 +173,9 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def log_deletions(self, request: HttpRequest, queryset: Any) -> Any:
         # The view and the action call this with the objects that they delete next, whatever
-        # delete_model() and delete_queryset() are overridden with.
-        _require_unchanged(request, queryset, _CHANGED_ROW)
+        # delete_model() and delete_queryset() are overridden with. Views of a project do so too.
+        if getattr(request, "fencedlock_deletes", False):
+            _require_unchanged(request, queryset, _CHANGED_ROW)
         return super().log_deletions(request, queryset)
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> None:
@@ -205,14 +202,18 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     ) -> Any:
         """Run an action, unless one of the rows was changed since the page showed it."""
         rows = queryset.filter(pk__in=request.POST.getlist(ACTION_CHECKBOX_NAME))
-        seen = _seen(request)
-        # Rows of other pages ("select all") weren't shown.
-        _require_unchanged(request, (row for row in rows if _key(row) in seen), _CHANGED_ROW)
-        if request.POST.get("action") == "delete_selected" and request.POST.get("post"):
+        # A list that has its actions above and below sends two names.
+        actions = {*request.POST.getlist("action")}
+        if actions == {"delete_selected"} and request.POST.get("post"):
             within = transaction.atomic(using=router.db_for_write(self.model))
+            request.fencedlock_deletes = True  # type: ignore[attr-defined]
             # Otherwise the log would have rows that weren't deleted.
             with _locked(self._deletable(request, rows) if self._is_fenced else ()), within:
                 return super().response_action(request, queryset, *args, **kwargs)
+        seen = _seen(request)
+        # Rows of other pages ("select all") weren't shown.
+        shown = (row for row in rows if _key(row) in seen)
+        _require_unchanged(request, shown, _CHANGED_ROW)
         try:
             return super().response_action(request, queryset, *args, **kwargs)
         except FencedLockError as exc:
@@ -226,7 +227,16 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return HttpResponseRedirect(request.get_full_path())
 
 
-class VersionedModelAdmin(FencedModelAdmin):
+class FencedModelAdmin(_ComparingModelAdmin):
+    """
+    Saves and deletes a row only as the page showed it; of a fenced model, under the row's lock.
+
+    The lock is acquired before the transaction. A form that can't be saved shows the reason and
+    keeps what the user typed.
+    """
+
+
+class VersionedModelAdmin(_ComparingModelAdmin):
     """Saves and deletes a row of a versioned model only as the page showed it."""
 
 
@@ -285,7 +295,9 @@ def _with_stamps(request: HttpRequest, response: _Response) -> _Response:
             page.fencedlock_seen = value = json.dumps(stamps)  # For tests.
             field = format_html('<input type="hidden" name="{}" value="{}">', SEEN, value)
             more = field.encode(page.charset)
-            page.content = _CSRF_INPUT.sub(lambda found: found[0] + more, page.content)
+            page.content = _CSRF_INPUT.sub(
+                lambda found: found[0] if found[1] else found[0] + more, page.content
+            )
 
     if isinstance(response, SimpleTemplateResponse):
         response.add_post_render_callback(add)
@@ -295,20 +307,25 @@ def _with_stamps(request: HttpRequest, response: _Response) -> _Response:
 
 
 def _shown_stamps(request: HttpRequest, context: Mapping[str, Any]) -> dict[str, Any]:
-    rows = [context.get("original"), context.get("object"), *(context.get("queryset") or ())]
+    rows = [context.get("original"), context.get("object"), *_read(context.get("queryset"))]
     rows += getattr(context.get("cl"), "result_list", ())
-    for each in context.get("inline_admin_formsets", ()):
-        rows += [form.instance for form in each.formset.initial_forms]
-    stamps = {_key(row): _stamp(row) for row in rows if isinstance(row, Model)}
-    stamps = {key: stamp for key, stamp in stamps.items() if stamp and None not in stamp.values()}
-    if request.method != "POST":
-        return stamps
+    for each in _read(context.get("inline_admin_formsets")):
+        forms_of_rows = getattr(getattr(each, "formset", None), "initial_forms", ())
+        rows += [form.instance for form in forms_of_rows]
     # As posted: sending a rejected form again must not overwrite the other change.
     seen = _seen(request)
-    if "queryset" in context:
-        # The confirmation page of an action on all rows is the first one that shows some of them.
-        return {key: seen.get(key, stamp) for key, stamp in stamps.items()}
-    return {key: stamp for key, stamp in seen.items() if key in stamps or not context}
+    if request.method == "POST" and "queryset" not in context:
+        return seen
+    # The confirmation page of an action on all rows is the first one that shows some of them.
+    stamps = {_key(row): _stamp(row) for row in rows if isinstance(row, Model)}
+    stamps = {key: stamp for key, stamp in stamps.items() if stamp and None not in stamp.values()}
+    return {**stamps, **seen}
+
+
+def _read(rows: Any) -> Iterable[Any]:
+    """Return those rows of a context that are in memory: the others weren't shown."""
+    rows = getattr(rows, "_result_cache", rows)
+    return rows if isinstance(rows, list | tuple) else ()
 
 
 def _key(row: Model) -> str:
@@ -354,10 +371,14 @@ def _rejection(request: HttpRequest) -> str | None:
     return getattr(request, "fencedlock_rejection", None)
 
 
+def _has_version(form: Any) -> bool:
+    return issubclass(form, VersionedModelForm) and "seen_version" in form.base_fields
+
+
 def _comparing(request: HttpRequest, form: Any) -> Any:
     """Return a form that is invalid if its row isn't as the page showed it."""
     fields = dict(form.base_fields)
-    if issubclass(form, VersionedModelForm):
+    if _has_version(form):
         del fields["seen_version"]  # The page has the versions of all of its rows.
 
     class ComparingForm(form):  # type: ignore[misc]
