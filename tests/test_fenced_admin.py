@@ -1,5 +1,6 @@
 import html
 import re
+import time
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from django_fencedlock.exceptions import StaleFence
 from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock
 from tests.backends import REDIS
-from tests.models import Account, Contract, Invoice, LedgerLine, Ticket
+from tests.models import Account, Contract, Invoice, Label, LedgerLine, Rebate, Ticket
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.urls("tests.test_fenced_admin")]
 
@@ -28,12 +29,31 @@ class InvoiceAdmin(FencedModelAdmin):
     fields = ("amount", "note")
 
 
-@admin.register(Contract, LedgerLine, Ticket, site=site)
+@admin.register(Contract, Label, LedgerLine, Ticket, site=site)
 class OtherAdmin(FencedModelAdmin):
     pass
 
 
+class RebateInline(admin.TabularInline):
+    model = Rebate
+    extra = 1
+
+
 urlpatterns = [path("admin/", site.urls)]
+NO_NAME = (
+    "Nothing was saved: The row has no lock yet, as a field that names it is empty. Details: "
+    "{saving} needs a lock; it has no name, as {column} is empty"
+)
+
+
+class Everything:
+    def __init__(self, alias: str) -> None:
+        self.alias = alias
+
+    def db_for_read(self, model: Any, **hints: Any) -> str:
+        return self.alias
+
+    db_for_write = db_for_read
 
 
 @pytest.fixture
@@ -56,6 +76,10 @@ def inputs(answer: Any) -> dict[str, str]:
     pattern = r'<input type="(?:hidden|text|number)" name="([\w-]+)" value="([^"]*)"'
     found = re.findall(pattern, answer.content.decode())
     return {name: html.unescape(value) for name, value in found}
+
+
+def text_of(answer: Any) -> str:
+    return html.unescape(answer.content.decode())
 
 
 def opened(browser: Client, row: Any, view: str = "change") -> dict[str, str]:
@@ -147,6 +171,74 @@ def test_a_new_row_under_a_lock_that_is_not_its_own(browser: Client) -> None:
     assert not LedgerLine.objects.exists()
     assert browser.post("/admin/tests/ledgerline/add/", form).status_code == 302
     assert LedgerLine.objects.get().account_id == account.pk
+
+
+def test_a_column_that_names_the_lock_may_be_set_when_the_form_is_saved(
+    browser: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = Account.objects.create()
+
+    def save(page: Any, request: Any, row: Any, form: Any, change: bool) -> None:
+        row.account = account
+        super(OtherAdmin, page).save_model(request, row, form, change)
+
+    monkeypatch.setattr(OtherAdmin, "save_model", save)
+    monkeypatch.setattr(OtherAdmin, "fields", ("amount",))
+    with hold_lock(f"account:{account.pk}"):
+        answer = browser.post("/admin/tests/ledgerline/add/", {"amount": 3})
+        assert "is being processed by" in answer.content.decode()
+    assert browser.post("/admin/tests/ledgerline/add/", {"amount": 3}).status_code == 302
+    assert LedgerLine.objects.get().account == account
+    with monkeypatch.context() as patch:
+        patch.setattr(LedgerLine.fencing.spec, "template", lambda row: f"x{time.monotonic_ns()}")
+        answer = browser.post("/admin/tests/ledgerline/add/", {"amount": 3})
+    assert "the name of the row's lock changes each time" in text_of(answer)
+    monkeypatch.setattr(OtherAdmin, "save_model", lambda self, request, row, *args: row.save())
+    answer = browser.post("/admin/tests/ledgerline/add/", {"amount": 3})
+    assert NO_NAME.format(saving="Adding tests.LedgerLine", column="account_id") in text_of(answer)
+
+
+@pytest.mark.parametrize("how", ["change", "selected"])
+def test_a_row_without_a_lock_is_reported(
+    browser: Client, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with connections["default"].cursor() as cursor:
+        cursor.execute("INSERT INTO tests_label (text, fence) VALUES ('', 0), ('', 0)")
+    rows = list(Label.objects.all())
+    monkeypatch.setattr(OtherAdmin, "fields", ("text",))
+    address = url(rows[0]) if how == "change" else "/admin/tests/label/"
+    form = opened(browser, rows[0]) if how == "change" else selected(browser, rows)
+    page = text_of(browser.post(address, {**form, "text": "mine"}, follow=True))
+    assert "Nothing was saved: The row has no lock yet, as a field that names it is empty." in page
+    assert Label.objects.filter(text="").count() == 2
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+@pytest.mark.parametrize("database", ["default", "postgres"])
+@pytest.mark.parametrize("how", ["_save", "_saveasnew"])
+def test_rows_of_an_inline_are_added_with_their_parent(
+    browser: Client, settings: Any, monkeypatch: pytest.MonkeyPatch, database: str, how: str
+) -> None:
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": database}}
+    settings.DATABASE_ROUTERS = [Everything(database)]
+    browser.force_login(User.objects.create_superuser("eve"))
+    monkeypatch.setattr(InvoiceAdmin, "inlines", [RebateInline])
+    monkeypatch.setattr(InvoiceAdmin, "save_as", True)
+    address = "/admin/tests/invoice/add/"
+    if how == "_saveasnew":
+        address = url(Invoice.objects.create())
+    form = {**inputs(browser.get(address)), "amount": "3", "note": "-", how: "1"}
+    answer = browser.post(address, {**form, "rebate_set-0-amount": "7"})
+    if database == "default":
+        assert "Nothing was saved. Save the invoice first, then add the rows." in text_of(answer)
+        assert not Rebate.objects.exists()
+        form["rebate_set-0-amount"] = "0"
+        assert browser.post(address, form).status_code == 302
+        return
+    assert answer.status_code == 302
+    assert Rebate.objects.get().invoice == Invoice.objects.get(amount=3)
+    assert Fence.objects.get().name == f"tests.invoice:{Rebate.objects.get().invoice_id}"
+    assert Rebate.fencing.lock(invoice_id=Rebate.objects.get().invoice_id).holder() is None
 
 
 def test_a_row_is_not_moved_to_another_lock(browser: Client) -> None:

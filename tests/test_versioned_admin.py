@@ -408,7 +408,7 @@ def test_rows_of_an_inline_are_saved_under_the_lock_of_their_parent(browser: Cli
     form = {**inputs(browser.get("/admin/tests/invoice/add/")), "rebate_set-TOTAL_FORMS": "1"}
     form |= {"note": "-", "rebate_set-0-amount": "1", "rebate_set-0-invoice": ""}
     page = text_of(browser.post("/admin/tests/invoice/add/", form))
-    assert "Nothing was saved: This change needs the lock of another row as well." in page
+    assert "Nothing was saved. Save the invoice first, then add the rows." in page
     assert Invoice.objects.count() == 1
 
 

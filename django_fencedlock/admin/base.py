@@ -58,6 +58,8 @@ _REASONS = {
 def translated(error: exceptions.FencedLockError) -> str:
     """Return a translation of an error, and its own English text."""
     reason = next(_REASONS[kind] for kind in type(error).__mro__ if kind in _REASONS)
+    if isinstance(error, exceptions.LockRequired) and error.name is None:
+        reason = _("The row has no lock yet, as a field that names it is empty.")
     return _("%(reason)s Details: %(details)s") % {"reason": reason, "details": error}
 
 

@@ -27,8 +27,9 @@ from django.utils.translation import gettext_lazy
 
 from ..checks import inlines_of
 from ..checks import messages as messages_of
-from ..exceptions import FencedLockError, LockNotAcquired
+from ..exceptions import FencedLockError, InsideTransaction, LockNotAcquired
 from ..forms import CHANGED, VersionedModelForm
+from ..lease import current_lease
 from ..models import FencedModel, FencedQuerySet, VersionedModel
 from ..problems import Problem
 from .base import outside_transactions, translated
@@ -92,9 +93,18 @@ class _ComparingModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         self, request: HttpRequest, object_id: str | None = None, *args: Any, **kwargs: Any
     ) -> HttpResponse:
         show = functools.partial(super().changeform_view, request, object_id, *args, **kwargs)
+        rows = self._rows_to_change(request, object_id)
         try:
-            with _locked(self._rows_to_save(request, object_id)):
-                return _with_stamps(request, show())
+            while True:
+                try:
+                    with _locked(rows) as locks:
+                        request.fencedlock_locks = locks  # type: ignore[attr-defined]
+                        return _with_stamps(request, show())
+                except _LockNeeded as exc:
+                    # Here the view's transaction was undone. SQLite acquires no lock within it.
+                    if len(rows) > 2:
+                        raise
+                    rows.append(exc.row)
         except _NotSaved as exc:
             # Show the form again with what was typed; get_form() makes it invalid.
             request.fencedlock_rejection = str(exc)  # type: ignore[attr-defined]
@@ -103,20 +113,16 @@ class _ComparingModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 return _with_stamps(request, show())
             return self._report(request, exc)
 
-    def _rows_to_save(self, request: HttpRequest, object_id: str | None) -> list[Any]:
-        """Return the row whose lock the request needs, if the user may save it."""
+    def _rows_to_change(self, request: HttpRequest, object_id: str | None) -> list[Any]:
+        """Return the row whose lock the request needs, if the user may change it."""
         is_action = ACTION_CHECKBOX_NAME in request.POST and request.POST.keys().isdisjoint(_SAVE)
         if request.method != "POST" or not self._is_fenced or is_action:
             return []
-        if object_id is not None and "_saveasnew" not in request.POST:
-            row = self._posted_row(request, object_id)
-            may = row is not None and self.has_change_permission(request, row)
-            return [row] if may else []
-        model: Any = self.model
-        if model.fencing.is_of_own_pk or not self.has_add_permission(request):
+        if object_id is None or "_saveasnew" in request.POST:
             return []
-        form = self.get_form(request, None)(request.POST, request.FILES)
-        return [form.instance] if form.is_valid() else []
+        row = self._posted_row(request, object_id)
+        may = row is not None and self.has_change_permission(request, row)
+        return [row] if may else []
 
     def _posted_row(self, request: HttpRequest, object_id: str) -> Any:
         """Return the row that Django's view will find."""
@@ -136,17 +142,37 @@ class _ComparingModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return _comparing(request, super().get_changelist_form(request, **kwargs))
 
     def save_form(self, request: HttpRequest, form: Any, change: bool) -> Any:
-        # Compared again, as get_form() or get_changelist_form() may be overridden.
-        if why := _rejection(request) or _why_changed(request, form.instance, CHANGED):
+        if why := _why_changed(request, form.instance, CHANGED):
             raise _NotSaved(why)
-        return super().save_form(request, form, change)
+        row = super().save_form(request, form, change)
+        _require_savable(request, row)
+        return row
+
+    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: bool) -> None:
+        # Again, for overrides that set what names the lock, and then call this.
+        _require_savable(request, obj)
+        super().save_model(request, obj, form, change)
 
     def save_related(self, request: HttpRequest, form: Any, formsets: Any, change: bool) -> None:
         for formset in formsets:
             for each in formset.initial_forms:
                 if each.has_changed() or each in formset.deleted_forms:
                     _require_unchanged(request, [each.instance], CHANGED)
+        rows = [each for each in formsets if issubclass(each.model, FencedModel)]
+        if not change and self._is_fenced and any(each.has_changed() for each in rows):
+            self._hold_new(request, form.instance)
         super().save_related(request, form, formsets, change)
+
+    def _hold_new(self, request: HttpRequest, row: Any) -> None:
+        """Hold the lock of a row that was inserted just now, for the rows of its inlines."""
+        locks, name = getattr(request, "fencedlock_locks", None), row.fencing.name()
+        if locks is None or name is None or current_lease(name):
+            return
+        try:
+            _hold(locks, row)
+        except InsideTransaction as exc:
+            text = _("Nothing was saved. Save the %(name)s first, then add the rows.")
+            raise _NotSaved(text % {"name": self.opts.verbose_name}) from exc
 
     # Deleting, and other actions
 
@@ -244,25 +270,50 @@ class _NotSaved(Exception):
     """Nothing was saved or deleted; the message is for the user."""
 
 
+class _LockNeeded(_NotSaved):
+    """The view has to run again, under the lock of a new row."""
+
+    def __init__(self, row: Any) -> None:
+        # Without the row: the text of a new one may need columns that it lacks.
+        super().__init__(_("Nothing was saved: the name of the row's lock changes each time."))
+        self.row = row
+
+
+def _require_savable(request: HttpRequest, row: Any) -> None:
+    """Raise if a form may not be saved, or if the lock of its new row has a name and isn't held."""
+    if why := _rejection(request):
+        raise _NotSaved(why)
+    is_new = isinstance(row, FencedModel) and row._state.adding and not row.fencing.is_of_own_pk
+    if not is_new or not hasattr(request, "fencedlock_locks"):
+        return
+    if (name := row.fencing.name()) is not None and current_lease(name) is None:
+        raise _LockNeeded(row)
+
+
 @contextlib.contextmanager
-def _locked(rows: Iterable[Any]) -> Iterator[None]:
+def _locked(rows: Iterable[Any]) -> Iterator[contextlib.ExitStack]:
     """Hold the fenced rows' locks. Raise `_NotSaved` for every error of locks and versions."""
     is_done = False
     try:
         with contextlib.ExitStack() as stack:
             named = {row.fencing.name(): row for row in rows if isinstance(row, FencedModel)}
             # Sorted: two users who select the same rows must not each acquire a part of the locks.
-            for _name, row in sorted(named.items()):
-                try:
-                    stack.enter_context(row.fencing.lock(blocking_timeout=0))
-                except LockNotAcquired as exc:
-                    raise _NotSaved(_held(row, exc)) from exc
-            yield
+            # A row whose lock has no name is left to the write, which is rejected.
+            for name in sorted(filter(None, named)):
+                _hold(stack, named[name])
+            yield stack
             is_done = True
     except FencedLockError as exc:
         if is_done:
             return  # A lease was lost after the writes, which its fence has let through.
         raise _NotSaved(_("Nothing was saved: %(why)s") % {"why": translated(exc)}) from exc
+
+
+def _hold(locks: contextlib.ExitStack, row: FencedModel) -> None:
+    try:
+        locks.enter_context(row.fencing.lock(blocking_timeout=0))
+    except LockNotAcquired as exc:
+        raise _NotSaved(_held(row, exc)) from exc
 
 
 def _held(row: Model, error: LockNotAcquired) -> str:
