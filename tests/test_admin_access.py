@@ -22,6 +22,7 @@ from django.utils import timezone
 
 from django_fencedlock import Lease, signals
 from django_fencedlock.admin import FenceAdmin, FencedModelAdmin, HeldLockAdmin, LockEventAdmin
+from django_fencedlock.admin.fenced import _stamp
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.test import hold_lock
 from tests.models import Account, Invoice, LedgerLine
@@ -227,7 +228,7 @@ class Scene:
         values = {PK: row.pk, ACCOUNT: getattr(row, "account_id", ""), LOCK: owner}
         data = {key: values.get(value, value) for key, value in step.data.items()}
         # What the page of the row shows.
-        stamps = {f"{row._meta.label_lower}:{row.pk}": {"fence": getattr(row, "fence", 0)}}
+        stamps = {f"{row._meta.label_lower}:{row.pk}": _stamp(row)}
         data["_fencedlock_seen"] = json.dumps(stamps)
         if self.visitor.has_csrf_token:
             self.client.cookies["csrftoken"] = data["csrfmiddlewaretoken"] = "a" * 32

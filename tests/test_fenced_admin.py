@@ -1,3 +1,4 @@
+import contextlib
 import html
 import re
 import time
@@ -7,17 +8,20 @@ import pytest
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
-from django.db import connections
+from django.db import connections, models
 from django.test import Client, RequestFactory, override_settings
+from django.test.utils import isolate_apps
 from django.urls import path
 
 from django_fencedlock import current_lease, lock
 from django_fencedlock.admin import FencedModelAdmin
+from django_fencedlock.admin.fenced import _stamp
 from django_fencedlock.exceptions import StaleFence
-from django_fencedlock.models import Fence
+from django_fencedlock.models import Fence, FencedModel
 from django_fencedlock.test import hold_lock
 from tests.backends import REDIS
 from tests.models import Account, Contract, Invoice, Label, LedgerLine, Rebate, Ticket
+from tests.test_write_paths import Everything
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.urls("tests.test_fenced_admin")]
 
@@ -44,16 +48,6 @@ NO_NAME = (
     "Nothing was saved: The row has no lock yet, as a field that names it is empty. Details: "
     "{saving} needs a lock; it has no name, as {column} is empty"
 )
-
-
-class Everything:
-    def __init__(self, alias: str) -> None:
-        self.alias = alias
-
-    def db_for_read(self, model: Any, **hints: Any) -> str:
-        return self.alias
-
-    db_for_write = db_for_read
 
 
 @pytest.fixture
@@ -139,12 +133,65 @@ def test_a_form_that_was_opened_before_a_change(browser: Client, invoice: Invoic
     assert browser.post(url(invoice), {**opened(browser, invoice), "note": "x"}).status_code == 302
 
 
+@isolate_apps("tests")
+def test_what_a_page_showed_is_the_same_after_its_template_has_read_the_columns() -> None:
+    class Scan(FencedModel):
+        image = models.FileField()
+        data = models.BinaryField(null=True)
+        tags = models.JSONField()
+
+        class Meta:
+            app_label = "tests"
+
+    row, again = (Scan(pk=1, image="a.png", tags={"a": [1]}) for _ in range(2))
+    assert row.image.name == "a.png"
+    assert _stamp(row) == _stamp(again)
+    for change in ({"image": "b.png"}, {"data": b""}, {"tags": {"a": [2]}}):
+        other = Scan(**{"pk": 1, "image": "a.png", "tags": {"a": [1]}, **change})
+        assert _stamp(row)["values"] != _stamp(other)["values"]
+
+
 def test_the_form_for_logging_out_does_not_send_what_the_page_showed(
     browser: Client, invoice: Invoice
 ) -> None:
     page = browser.get(url(invoice)).content.decode()
     assert page.count("csrfmiddlewaretoken") == 1 + page.count("_fencedlock_seen")
     assert "_fencedlock_seen" not in re.findall(r'id="logout-form".*?</form>', page, re.S)[0]
+
+
+@pytest.mark.parametrize("policy", ["reject", "warn"])
+@pytest.mark.parametrize("how", ["change", "delete", "selected"])
+@pytest.mark.parametrize("deferred", [(), ("note",)])
+def test_a_write_that_leaves_the_fence_as_it_is_was_not_on_the_page(
+    browser: Client,
+    settings: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    how: str,
+    deferred: tuple[str, ...],
+) -> None:
+    """Two writes under one lease have one fence, and writes without a lease leave it."""
+    settings.FENCEDLOCK_WITHOUT_LOCK = policy
+    rows = Invoice.objects.defer(*deferred)
+    monkeypatch.setattr(InvoiceAdmin, "get_queryset", lambda page, request: rows.all())
+    row = Invoice.objects.create()
+    address = "/admin/tests/invoice/" if how == "selected" else url(row, how)
+
+    def form() -> dict[str, Any]:
+        shown = selected(browser, [row]) if how == "selected" else opened(browser, row, how)
+        return {**shown, "post": "yes", "note": "mine"}
+
+    with row.fencing.lock() if policy == "reject" else contextlib.nullcontext():
+        row.amount = 2
+        row.save()
+        stale = form()
+        row.amount = 3
+        row.save()
+    assert "was changed since" in text_of(browser.post(address, stale, follow=True))
+    assert Invoice.objects.get().amount == 3
+    assert "was changed since" not in text_of(browser.post(address, form(), follow=True))
+    left = Invoice.objects.values_list("amount", "note")
+    assert list(left) == [(3, "mine")] * (how == "change")
 
 
 def test_a_form_that_was_opened_on_an_older_version(browser: Client) -> None:

@@ -306,6 +306,20 @@ def test_an_action_that_meets_a_conflict_is_reported(
     assert texts() == ["by ben"]
 
 
+def test_a_row_that_is_loaded_without_its_version_is_not_written(
+    browser: Client, document: Document, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = Document.objects.only("text")
+    monkeypatch.setattr(DocumentAdmin, "get_queryset", lambda page, request: rows.all())
+    text = (
+        f"Nothing was done: get_queryset() of this page loads “{document}” without its fence or "
+        "version. Add it to only(), or remove it from defer()."
+    )
+    assert text in text_of(act(browser, [document]))
+    assert text in text_of(browser.post(url(document), opened(browser, document)))
+    assert ran == []
+
+
 def test_the_page_of_an_action_carries_what_the_list_showed(
     browser: Client, document: Document, ran: list[str]
 ) -> None:
@@ -404,6 +418,14 @@ def test_rows_of_an_inline_are_saved_under_the_lock_of_their_parent(browser: Cli
     form = {**opened(browser, invoice), "rebate_set-0-amount": "7"}
     assert browser.post(url(invoice), form).status_code == 302
     assert Rebate.objects.get().amount == 7
+    with invoice.fencing.lock():
+        rebate = Rebate.objects.get()
+        rebate.save()
+        form = {**opened(browser, invoice), "rebate_set-0-DELETE": "on"}
+        rebate.amount = 8
+        rebate.save()
+    assert CHANGED_FORM in text_of(browser.post(url(invoice), form))
+    assert Rebate.objects.get().amount == 8
     # A new invoice has no lock yet that its rebates could be under.
     form = {**inputs(browser.get("/admin/tests/invoice/add/")), "rebate_set-TOTAL_FORMS": "1"}
     form |= {"note": "-", "rebate_set-0-amount": "1", "rebate_set-0-invoice": ""}

@@ -21,6 +21,8 @@ from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import SimpleTemplateResponse
 from django.utils import formats, timezone
+from django.utils.crypto import salted_hmac
+from django.utils.encoding import is_protected_type
 from django.utils.html import format_html
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
@@ -142,7 +144,7 @@ class _ComparingModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return _comparing(request, super().get_changelist_form(request, **kwargs))
 
     def save_form(self, request: HttpRequest, form: Any, change: bool) -> Any:
-        if why := _why_changed(request, form.instance, CHANGED):
+        if why := _why_changed(request, form.instance, CHANGED, typed=True):
             raise _NotSaved(why)
         row = super().save_form(request, form, change)
         _require_savable(request, row)
@@ -157,7 +159,7 @@ class _ComparingModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         for formset in formsets:
             for each in formset.initial_forms:
                 if each.has_changed() or each in formset.deleted_forms:
-                    _require_unchanged(request, [each.instance], CHANGED)
+                    _require_unchanged(request, [each.instance], CHANGED, typed=True)
         rows = [each for each in formsets if issubclass(each.model, FencedModel)]
         if not change and self._is_fenced and any(each.has_changed() for each in rows):
             self._hold_new(request, form.instance)
@@ -211,8 +213,8 @@ class _ComparingModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             # change the rows until the end of this one.
             rows: FencedQuerySet[Any] = FencedQuerySet(self.model, using=using)
             for row in queryset:
-                stamp = _stamp(row)
-                if stamp and not rows.filter(pk=row.pk, **stamp).update():
+                guards = _guards(row)
+                if guards and not rows.filter(pk=row.pk, **guards).update():
                     raise _NotSaved(_CHANGED_ROW % {"row": row})
             super().delete_queryset(request, queryset)
 
@@ -238,7 +240,7 @@ class _ComparingModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 return super().response_action(request, queryset, *args, **kwargs)
         seen = _seen(request)
         # Rows of other pages ("select all") weren't shown.
-        shown = (row for row in rows if _key(row) in seen)
+        shown = (row for row in rows if _key(row) in seen or None in _guards(row).values())
         _require_unchanged(request, shown, _CHANGED_ROW)
         try:
             return super().response_action(request, queryset, *args, **kwargs)
@@ -383,10 +385,31 @@ def _key(row: Model) -> str:
     return f"{row._meta.label_lower}:{row.pk}"
 
 
-def _stamp(row: Model) -> dict[str, Any]:
-    """Return the columns that change with every guarded write of the row."""
+def _guards(row: Model) -> dict[str, Any]:
+    """Return the columns that guarded writes of the row compare."""
     kinds = {"fence": FencedModel, "version": VersionedModel}
     return {each: row.__dict__.get(each) for each, kind in kinds.items() if isinstance(row, kind)}
+
+
+def _stamp(row: Model, without: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return what changes with every write of the row, as a page carries it."""
+    stamp = _guards(row)
+    if stamp.keys() == {"fence"}:
+        # Several writes under one lease, and those without one, leave the fence as it is.
+        without = sorted(row.get_deferred_fields()) if without is None else without
+        values = [
+            _text(row, each) for each in row._meta.concrete_fields if each.attname not in without
+        ]
+        # Keyed: a user must not find out columns by trying values.
+        digest = salted_hmac(SEEN, repr(values), algorithm="sha256").hexdigest()
+        stamp |= {"values": digest[:16], **({"without": " ".join(without)} if without else {})}
+    return stamp
+
+
+def _text(row: Model, field: Any) -> Any:
+    """Return a column's value, the same each time it is read: as fixtures have it."""
+    value = field.value_from_object(row)
+    return value if is_protected_type(value) else field.value_to_string(row)
 
 
 def _seen(request: HttpRequest) -> dict[str, Any]:
@@ -398,24 +421,41 @@ def _seen(request: HttpRequest) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _require_unchanged(request: HttpRequest, rows: Iterable[Any], text: Any) -> None:
+def _require_unchanged(
+    request: HttpRequest, rows: Iterable[Any], text: Any, typed: bool = False
+) -> None:
     for row in rows:
-        if why := _why_changed(request, row, text):
+        if why := _why_changed(request, row, text, typed):
             raise _NotSaved(why)
 
 
-def _why_changed(request: HttpRequest, row: Any, text: Any) -> str | None:
-    """Return why a row may not be written: it isn't as the page showed it."""
-    stamp = {} if row._state.adding else _stamp(row)
+def _why_changed(request: HttpRequest, row: Any, text: Any, typed: bool = False) -> str | None:
+    """Return why a row may not be written, if it isn't as shown. `typed`: it is of a form."""
+    guards = {} if row._state.adding else _guards(row)
     seen = _seen(request).get(_key(row))
-    if not stamp or seen == stamp:
+    if not guards:
         return None
-    if seen is None:
+    if None in guards.values():
+        text = _(
+            "Nothing was done: get_queryset() of this page loads “%(row)s” without its fence or "
+            "version. Add it to only(), or remove it from defer()."
+        )
+    elif not isinstance(seen, dict):
         text = _(
             "The page was sent without the version of “%(row)s”. Nothing was done. Reload the page "
             "and try again."
         )
+    elif seen.items() >= guards.items() and seen == _stamp_now(row, seen, typed):
+        return None
     return str(text % {"row": row})
+
+
+def _stamp_now(row: Any, seen: Mapping[str, Any], typed: bool) -> dict[str, Any]:
+    if typed and "version" not in seen:
+        # The form has changed the object.
+        using = router.db_for_write(type(row), instance=row)
+        row = type(row)._base_manager.using(using).filter(pk=row.pk).first()
+    return {} if row is None else _stamp(row, without=str(seen.get("without", "")).split())
 
 
 def _rejection(request: HttpRequest) -> str | None:
@@ -437,7 +477,7 @@ def _comparing(request: HttpRequest, form: Any) -> Any:
             cleaned, why = super().clean(), _rejection(request)
             # A list sends rows that the user left alone as well.
             if why is None and self.has_changed():
-                why = _why_changed(request, self.instance, CHANGED)
+                why = _why_changed(request, self.instance, CHANGED, typed=True)
             if why is not None:
                 raise ValidationError(why)
             return cleaned
