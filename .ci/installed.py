@@ -62,6 +62,7 @@ def same_files(wanted: Path, found: Path) -> None:
     theirs = {path.relative_to(found) for path in found.rglob("*") if path.is_file()}
     differ = {path for path in ours ^ theirs if path.suffix != ".pyc"}
     assert not differ, f"Checkout and package differ in {sorted(map(str, differ))}."
+    assert (found.parent / "pytest_fencedlock.py").is_file(), "The plugin of pytest is missing."
 
 
 def says_what_it_is() -> None:

@@ -17,7 +17,7 @@ from django_fencedlock.test import assert_not_locked, disable_locking, eager_tas
 from tests.scripts import run_python
 from tests.test_single_instance import DOWN
 
-pytest_plugins = ["django_fencedlock.test.fixtures"]
+pytest_plugins = ["pytest_fencedlock"]
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_an_unavailable_service(task, settings):
 def test_the_helpers_import_celery_only_if_they_need_it():
     code = """
         import sys
-        import django_fencedlock.test.fixtures, django_fencedlock.test
+        import pytest_fencedlock, django_fencedlock.test
         assert "celery" not in sys.modules
         django_fencedlock.test.eager_tasks().__enter__()
         assert "celery" in sys.modules

@@ -39,7 +39,7 @@ from tests.models import Invoice
 from tests.scripts import run_python
 from tests.servers import shared
 
-pytest_plugins = ["django_fencedlock.test.fixtures"]
+pytest_plugins = ["pytest_fencedlock"]
 
 ON_POSTGRES = {"default": {"FENCE_DATABASE": "postgres"}}
 SESSION_LOCKS = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
@@ -454,16 +454,16 @@ def test_waiters_may_wait_for_hold_lock():
 
 # Another project
 
-PLUGIN = "django_fencedlock.test.fixtures"
+PLUGIN = "pytest_fencedlock"
 PLAIN = """
     import sys
     from django.conf import settings
 
-    pytest_plugins = ["django_fencedlock.test.fixtures"]
+    pytest_plugins = ["pytest_fencedlock"]
 
     def test_nothing_is_set_up():
         assert not settings.configured
-        assert "django_fencedlock.storage.tables" not in sys.modules
+        assert not {"django.db", "django_fencedlock"}.intersection(sys.modules)
 
     def test_the_fixtures_are_there(request):
         for name in ("disable_locking", "eager_tasks", "hold_lock"):
@@ -473,13 +473,14 @@ PLAIN = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
-def test_the_fixtures_need_neither_settings_nor_pytest_plugins(tmp_path, named):
+def test_the_fixtures_need_no_settings_and_import_nothing_that_gevent_patches(tmp_path, named):
     config = ConfigParser(interpolation=None)
     config.read("setup.cfg")
     # pytest refuses a plugin that is named twice, except under its own name.
     assert config["options.entry_points"]["pytest11"].strip() == f"{PLUGIN} = {PLUGIN}"
     given = textwrap.dedent(PLAIN) if named else textwrap.dedent(PLAIN).replace("pytest_p", "p")
     tmp_path.joinpath("test_plain.py").write_text(given)
+    tmp_path.joinpath("conftest.py").write_text("from gevent import monkey; monkey.patch_all()")
     words = ("-p", "no:django", "-p", PLUGIN, "-q")
     told = run_python("-m", "pytest", *words, cwd=tmp_path, DJANGO_SETTINGS_MODULE=None).stdout
     assert "2 passed" in told
