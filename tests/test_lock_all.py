@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.core.exceptions import SynchronousOnlyOperation
@@ -155,6 +157,38 @@ def test_a_set_is_entered_once_at_a_time(rows):
         with Invoice.fencing.lock_all(rows):
             pass
         assert_locked(NAMES[0])
+
+
+def test_a_set_that_another_thread_has_entered_acquires_nothing(rows):
+    locks = Invoice.fencing.lock_all(iterated := IteratedElsewhere())
+    refused = pytest.raises(RuntimeError, match="was entered already")
+    with ThreadPoolExecutor(1) as other:
+        entering = other.submit(lambda: locks.__enter__())
+        assert iterated.begun.wait(10)
+        with refused:
+            locks.__enter__()
+        with refused:
+            awaited(locks.__aenter__)
+        iterated.goes_on.set()
+        (lease,) = entering.result().values()
+        with refused:
+            locks.__enter__()
+        assert lease.verify()
+        other.submit(locks.__exit__, None, None, None).result()
+    with locks:
+        assert_locked(NAMES[0])
+
+
+class IteratedElsewhere(list):
+    """Rows that one thread reads while another enters the same set."""
+
+    def __init__(self):
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def __iter__(self):
+        self.begun.set()
+        assert self.goes_on.wait(10)
+        return iter([Invoice(pk=10)])
 
 
 def enter(rows):

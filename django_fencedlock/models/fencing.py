@@ -9,7 +9,7 @@ from copy import copy
 from datetime import UTC, datetime
 from decimal import Decimal
 from string import Formatter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from asgiref.sync import sync_to_async
 from django.conf import settings
@@ -26,9 +26,6 @@ from ..core.runtime import clock
 from ..lease import Lease, current_lease, forbid_in_event_loop
 from ..locks import Lock, lock
 from .fields import confused_texts, is_text, target_of
-
-if TYPE_CHECKING:
-    from django.db.models import Model
 
 SERIALISED, HIGH_WATER = "serialised", "high_water"
 MODES = (SERIALISED, HIGH_WATER)
@@ -74,14 +71,14 @@ class Fencing:
         self.serialised = mode == SERIALISED
         self.backend = backend
         self._without_lock = without_lock
-        self._of_models: dict[type[Model], FencingOf] = {}
+        self._of_models: dict[type[models.Model], FencingOf] = {}
 
     @property
     def without_lock(self) -> str:
         """What is done with a write that no lease covers."""
         return self._without_lock or conf.without_lock()
 
-    def __get__(self, instance: Model | None, owner: type[Model]) -> FencingOf:
+    def __get__(self, instance: models.Model | None, owner: type[models.Model]) -> FencingOf:
         if (found := self._of_models.get(owner)) is None:
             found = self._of_models[owner] = FencingOf(self, owner)
         if instance is None:
@@ -125,9 +122,9 @@ class Part(NamedTuple):
 class FencingOf:
     """The fencing of one model, or of one of its rows."""
 
-    _instance: Model | None = None
+    _instance: models.Model | None = None
 
-    def __init__(self, spec: Fencing, model: type[Model]) -> None:
+    def __init__(self, spec: Fencing, model: type[models.Model]) -> None:
         self.spec, self.model = spec, model
         meta: Any = model._meta
         fence = meta.get_field("fence")
@@ -367,10 +364,6 @@ class FencingOf:
         return f"{self.model.__name__}.fencing.lock({given})"
 
 
-class Leases(dict[str, Lease]):
-    """The leases of `lock_all()`, by lock name."""
-
-
 class LockSet:
     """
     The locks of rows, for ``with`` and ``async with``: all are acquired, or none.
@@ -387,38 +380,43 @@ class LockSet:
             raise TypeError(f"{self._what} has no argument {unknown}; it has rows, {has}.")
         #: Stands for any lock of the set; it checks the options.
         self._any = fencing._lock(fencing.model._meta.label_lower, **options)
-        self._stack: Any = None
+        #: While a block is open, in any thread or task: its leases, and the stack that ends it.
+        self._open: dict[str, Any] = {}
 
-    def __enter__(self) -> Leases:
+    def __enter__(self) -> dict[str, Lease]:
         forbid_in_event_loop(self._what, "async with {}")
-        self._require_left()
-        leases = Leases()
+        leases: dict[str, Lease] = {}
         with contextlib.ExitStack() as stack:
+            self._begin_only_block(stack, leases)
             for each in self._locks(self._fencing.names_of(self._rows)):
                 block = _held(each, leases)
                 # An interrupt between the two would leave a lock held that was entered first.
                 stack.push(block)
                 block.__enter__()
-            self._stack = stack.pop_all()
+            self._open["stack"] = stack.pop_all()
         return leases
 
     def __exit__(self, *error: Any) -> None:
-        stack, self._stack = self._stack, None
-        stack.__exit__(*error)
+        self._open["stack"].__exit__(*error)
 
-    async def __aenter__(self) -> Leases:
-        self._require_left()
-        leases = Leases()
-        names = await sync_to_async(self._fencing.names_of)(self._rows)
+    async def __aenter__(self) -> dict[str, Lease]:
+        leases: dict[str, Lease] = {}
         async with contextlib.AsyncExitStack() as stack:
+            self._begin_only_block(stack, leases)
+            names = await sync_to_async(self._fencing.names_of)(self._rows)
             for each in self._locks(names):
                 leases[each.name] = await stack.enter_async_context(each)
-            self._stack = stack.pop_all()
+            self._open["stack"] = stack.pop_all()
         return leases
 
     async def __aexit__(self, *error: Any) -> None:
-        stack, self._stack = self._stack, None
-        await stack.__aexit__(*error)
+        await self._open["stack"].__aexit__(*error)
+
+    def _begin_only_block(self, stack: Any, leases: dict[str, Lease]) -> None:
+        # Before it is open: an interrupt between the two would leave it open.
+        stack.callback(lambda: self._open.get("leases") is leases and self._open.pop("leases"))
+        if self._open.setdefault("leases", leases) is not leases:
+            raise RuntimeError(f"{self._what} was entered already. Call it again for each block.")
 
     def _locks(self, names: Iterable[str]) -> Iterator[Lock]:
         until = clock() + self._any.blocking_timeout
@@ -426,13 +424,9 @@ class LockSet:
             left = max(0.0, until - clock())
             yield self._fencing._lock(name, **{**self._options, "blocking_timeout": left})
 
-    def _require_left(self) -> None:
-        if self._stack is not None:
-            raise RuntimeError(f"{self._what} was entered already. Call it again for each block.")
-
 
 @contextlib.contextmanager
-def _held(one: Lock, leases: Leases) -> Iterator[None]:
+def _held(one: Lock, leases: dict[str, Lease]) -> Iterator[None]:
     with one as leases[one.name]:
         yield
 
@@ -456,7 +450,7 @@ def value_in(field: models.Field[Any, Any] | None, value: Any) -> Any:
     raise TypeError(f"{field.name} has to be a value of {kind}, not {value!r}.")
 
 
-def _parts(model: type[Model], table: Any, template: str) -> list[Part]:
+def _parts(model: type[models.Model], table: Any, template: str) -> list[Part]:
     """Return the parts of a template, each with the character that ends its value."""
     label, pk = f"Fencing({template!r}) of {model._meta.label}", table._meta.pk_fields
     parts: list[Part] = []
@@ -496,7 +490,7 @@ def _is_made_late(field: Any) -> bool:
     return any(getattr(field, flag, False) for flag in flags) or type(field).pre_save not in plain
 
 
-def _field(model: type[Model], name: str) -> models.Field[Any, Any] | None:
+def _field(model: type[models.Model], name: str) -> models.Field[Any, Any] | None:
     fields = model._meta.concrete_fields
     return next((each for each in fields if name in (each.name, each.attname)), None)
 
