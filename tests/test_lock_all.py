@@ -73,7 +73,6 @@ def test_a_coroutine_holds_them_as_well(rows):
         (lambda rows: Invoice.objects, NAMES),
         (lambda rows: models.QuerySet(Invoice).filter(pk=9), ["tests.invoice:9"]),
         (lambda rows: Invoice.objects.filter(pk=8).union(Invoice.objects.filter(pk=9)), NAMES[2:]),
-        (lambda rows: rows.values("note"), NAMES),
     ],
 )
 def test_rows_are_a_queryset_or_objects(rows, choose, expected):
@@ -200,11 +199,23 @@ async def enter_in_coroutine():
     enter([])
 
 
+VALUES = (
+    "Invoice.fencing.lock_all() takes rows, not their values: remove values(), values_list(), "
+    "dates() or datetimes() from the queryset."
+)
 NOT_ROWS = "takes a queryset or objects of Invoice, not "
 WRONG = [
     (lambda: enter([9]), TypeError, NOT_ROWS + "9. Write Invoice.objects.filter(pk__in=[...])."),
     (lambda: enter([Shelf(pk=1)]), TypeError, NOT_ROWS + "<Shelf"),
     (lambda: enter(Shelf.objects.all()), TypeError, NOT_ROWS + "<Shelf"),
+    *(
+        (lambda values=values: enter(values(Invoice.objects)), TypeError, VALUES)
+        for values in (
+            lambda rows: rows.values("note"),
+            lambda rows: rows.values_list("pk")[:1],
+            lambda rows: rows.values_list("pk").union(rows.values_list("pk")),
+        )
+    ),
     (lambda: enter([Invoice()]), ValueError, "no lock yet: id is empty. Save it first."),
     (lambda: Invoice.fencing.lock_all([], ttl=0), ValueError, "ttl is 0"),
     (lambda: Invoice.fencing.lock_all([], fenced=0), TypeError, "has no argument fenced; it has"),

@@ -1,5 +1,7 @@
 """The full text of what users are told about writes, locks of rows and their models."""
 
+from decimal import Decimal
+
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
@@ -236,6 +238,14 @@ NAMED = {
         ValueError,
         f"Invoice.fencing.lock(pk=F(id)) {NO_ROW} id (BigAutoField). Pass the id of the Invoice.",
     ),
+    **{
+        lambda key=key: Invoice.fencing.lock(key): (
+            ValueError,
+            f"Invoice.fencing.lock(pk={key!r}) {NO_ROW} id (BigAutoField). Pass the id of the "
+            "Invoice.",
+        )
+        for key in (42.9, True, b"42", Decimal("42.9"))
+    },
     lambda: Invoice.fencing.lock(None): (
         ValueError,
         f"Argument pk is None, so it names no Invoice. {NONE}",

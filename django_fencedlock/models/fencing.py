@@ -337,7 +337,11 @@ class FencingOf:
         target = target_of(field)
         with contextlib.suppress(ValidationError):
             if not hasattr(value, "resolve_expression"):
-                return target.to_python(value)
+                found = target.to_python(value)
+                # int() takes 42.9 and b"42" for 42, and True for 1.
+                is_same = found == value and not isinstance(value, bool)
+                if is_same or type(found) is not int or isinstance(value, str):
+                    return found
         raise ValueError(
             f"{label}.fencing.lock({key}={value!r}) names no row: that is not a valid value for "
             f"{field.name} ({type(target).__name__}). Pass the {target.name} of the "

@@ -290,6 +290,11 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
 
     def lock_names(self) -> list[str | None]:
         """Return the names of the rows' locks. Asks the database."""
+        if self._fields is not None:  # type: ignore[attr-defined]
+            raise TypeError(
+                f"{self.model.__name__}.fencing.lock_all() takes rows, not their values: remove "
+                "values(), values_list(), dates() or datetimes() from the queryset."
+            )
         is_whole = not self.query.is_sliced and not self.query.combinator
         return [name for name, _ in (self._rows() if is_whole else self._fencing.rows_of(self))]
 
