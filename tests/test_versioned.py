@@ -107,10 +107,17 @@ def test_bulk_update_compares_each_version(database):
 
 
 def test_a_version_that_was_not_loaded_is_no_version(document):
-    found = Document.objects.defer("version").get()
+    found = models.QuerySet(Document).defer("version").get()
     many = Document.objects.bulk_update
     writes = (found.save, found.delete, lambda: many([found], ["text"]))
     all_refused(VersionConflict, (Document,), *writes, match="wasn't loaded")
+
+
+def test_the_version_is_loaded_whatever_is_deferred(document):
+    for rows in (Document.objects.only("text"), Document.objects.defer("version", "text")):
+        assert "version" not in rows.get().get_deferred_fields()
+        set_(rows.get(), text="second").save()
+    assert versions() == [2]
 
 
 def test_an_object_that_was_never_loaded_takes_no_others_place(document):

@@ -195,7 +195,7 @@ REJECTED = {
         "Writing tests.Document was rejected: one of the rows was written since it was loaded"
         + AGAIN,
     ),
-    lambda: old_version(lambda old: Document.objects.defer("version").get().save()): (
+    lambda: old_version(lambda old: m.models.QuerySet(Document).defer("version").get().save()): (
         VersionConflict,
         f"Saving tests.Document pk=5 was rejected: its version wasn't loaded with it{AGAIN}",
     ),

@@ -57,13 +57,11 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         return self._copy(_lease=lease)
 
     def only(self, *fields: Any) -> Self:
-        # An object without its fence can't be written.
-        loaded = (*fields, "fence") if self._is_fenced and fields not in ((), (None,)) else fields
-        return super().only(*loaded)
+        # An object without its fence, or its version, can't be written.
+        return super().only(*fields, *(self._own if fields not in ((), (None,)) else ()))
 
     def defer(self, *fields: Any) -> Self:
-        deferred = (each for each in fields if each != "fence" or not self._is_fenced)
-        return super().defer(*deferred)
+        return super().defer(*(each for each in fields if each not in self._own))
 
     def create(self, **values: Any) -> Any:
         with given(self.model, self._lease):
@@ -226,6 +224,11 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         return bool(getattr(self.model, "_is_versioned", False))
 
     @property
+    def _own(self) -> list[str]:
+        """The columns that the package writes."""
+        return ["version"] * self._is_versioned + ["fence"] * self._is_fenced
+
+    @property
     def _fencing(self) -> FencingOf:
         model: Any = self.model
         return model.fencing  # type: ignore[no-any-return]
@@ -239,9 +242,8 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         return self.db
 
     def _require_other_columns(self, names: Iterable[str], method: str) -> None:
-        for own in {"fence", "version"}.intersection(names):
-            if self._is_fenced if own == "fence" else self._is_versioned:
-                raise TypeError(f"{method}() can't set {own!r}: it is written along with the row.")
+        for own in set(self._own).intersection(names):
+            raise TypeError(f"{method}() can't set {own!r}: it is written along with the row.")
 
     def _writes(
         self,
@@ -343,7 +345,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
     @contextlib.contextmanager
     def _stamped(self, objs: Sequence[Any], writes: Sequence[Write]) -> Iterator[None]:
         """Set the objects' own columns as their rows have them, or as they were on failure."""
-        own = ["version"] * self._is_versioned + ["fence"] * self._is_fenced
+        own = self._own
         before = [{column: obj.__dict__.get(column, 0) for column in own} for obj in objs]
         values = [dict.fromkeys(own, 0) for _ in objs]
         for each, write in zip(values, writes, strict=False):
