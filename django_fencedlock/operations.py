@@ -10,7 +10,7 @@ from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 from django.db.migrations.operations.base import Operation, OperationCategory
 from django.db.models import Model
 
-from .models.fields import StampField, constraint_name
+from .models.fields import StampField, condition
 
 __all__ = ["FENCE_LOWERED", "VERSION_KEPT", "FenceTrigger", "RemoveFenceTrigger"]
 
@@ -69,12 +69,13 @@ END
 
 def arguments_of(model: type[Model], named_by: Iterable[str] = ()) -> tuple[str, ...]:
     """Return what the trigger of a model's own table is given; see `BODY`."""
-    # The fields of migrations' models are plain; what tells them is the constraint.
-    constraints = {each.name for each in model._meta.constraints}
+    # The fields of migrations' models are plain; what tells them is the constraint, by its
+    # condition: it keeps its name when the model or its table is renamed.
+    conditions = [getattr(each, "condition", None) for each in model._meta.constraints]
     columns = {
         field.name: str(field.column)
         for field in model._meta.local_fields
-        if isinstance(field, StampField) or constraint_name(model, field.name) in constraints
+        if isinstance(field, StampField) or condition(field.name) in conditions
     }
     fence, version = columns.get("fence", ""), columns.get("version", "")
     return (fence, version, *(_naming_columns(model, named_by) if fence else ()))

@@ -340,9 +340,14 @@ class TestTheOperation:
             condition=models.Q(fence__gte=0), name="tests_meter_fence_rejected"
         )
         for constraints, expected in (([], ("", "")), ([ours], ("fence", ""))):
-            state = ModelState("tests", "Meter", fields, options={"constraints": constraints})
-            model = ProjectState({("tests", "meter"): state}).apps.get_model("tests.Meter")
-            assert arguments_of(model) == expected
+            model = ModelState("tests", "Meter", fields, options={"constraints": constraints})
+            state = ProjectState({("tests", "meter"): model})
+            assert arguments_of(state.apps.get_model("tests.Meter")) == expected
+        # The constraint keeps its name.
+        migrations.RenameModel("Meter", "Gauge").state_forwards("tests", state)
+        assert arguments_of(state.apps.get_model("tests.Gauge")) == ("fence", "")
+        migrations.AlterModelTable("Gauge", "gauges").state_forwards("tests", state)
+        assert arguments_of(state.apps.get_model("tests.Gauge")) == ("fence", "")
 
     def test_it_does_nothing_where_the_model_is_not(self, settings, django_assert_num_queries):
         operation, state = FenceTrigger("Invoice"), state_of(Account, *MODELS)

@@ -72,7 +72,7 @@ class StampField(_BigInteger):
     def _add_constraint(self, sender: Any, **kwargs: Any) -> None:
         meta, name = sender._meta, constraint_name(sender, self.name)
         if all(each.name != name for each in meta.constraints):
-            constraint = RejectedRow(condition=Q(**{f"{self.name}__gte": 0}), name=name)
+            constraint = RejectedRow(condition=condition(self.name), name=name)
             meta.constraints = [*meta.constraints, constraint]
             # Where makemigrations looks.
             meta.original_attrs["constraints"] = meta.constraints
@@ -84,6 +84,11 @@ class FenceField(StampField):
 
 class VersionField(StampField):
     """How often the row was written."""
+
+
+def condition(column: str) -> Q:
+    """Return the condition of the constraint on a column."""
+    return Q(**{f"{column}__gte": 0})
 
 
 def constraint_name(model: Any, column: str) -> str:
