@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from . import logs
 from .core import runtime
 from .core.identity import Holder, LocalHolder, current_holder, describe_identity
+from .core.names import a_value_of
 from .core.runtime import clock
 from .exceptions import BackendUnavailable, LeaseLost, NotTheHolder, Unfenced
 
@@ -456,6 +458,18 @@ def forbid_in_event_loop(call: str, instead: str) -> None:
         raise SynchronousOnlyOperation(
             f"{call} would block the event loop; write `{instead.format(call)}`."
         )
+
+
+def require_finished(result: T, function: Callable[..., Any], decorator: str, remedy: str) -> T:
+    """Return the result of a decorated function; raise if its work is still to be done."""
+    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise TypeError(
+            f"{decorator} can't wrap {getattr(function, '__name__', function)}(): it returned "
+            f"{a_value_of(type(result))}, which would run after the lock was released. {remedy}"
+        )
+    return result
 
 
 # Weak: any task or timer may have a copy of the context, and would keep an abandoned lease.

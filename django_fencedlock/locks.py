@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, Literal, Never, cast, overload
 
-from asgiref.sync import sync_to_async
+from asgiref.sync import iscoroutinefunction, sync_to_async
 
 from . import conf
 from .backends.interface import Claim, Wait
@@ -23,7 +23,16 @@ from .core.identity import Holder, LocalHolder, current_holder
 from .core.manager import Service, service, services
 from .core.runtime import clock
 from .exceptions import FencedLockError, NotTheHolder
-from .lease import Duration, Error, ErrorType, Lease, OfHolder, enter, forbid_in_event_loop
+from .lease import (
+    Duration,
+    Error,
+    ErrorType,
+    Lease,
+    OfHolder,
+    enter,
+    forbid_in_event_loop,
+    require_finished,
+)
 
 if TYPE_CHECKING:
     # At run time, a type variable has a default from Python 3.13 on.
@@ -36,6 +45,8 @@ else:
 
     L = TypeVar("L")
 F = TypeVar("F", bound=Callable[..., Any])
+
+_INSIDE = "Put @lock directly above its `async def`, or acquire the lock inside of it."
 
 #: What makes a task of a function, or stands for it, by its class. No task runner is imported.
 _TASKS = {"celery.app.task.Task", "celery.local.Proxy", "django.tasks.base.Task"}
@@ -63,6 +74,9 @@ class Lock(Generic[L]):
         required: False for a block that runs without the lock, with None as its lease, if another
             holder has it. Else ``with`` raises `LockNotAcquired`.
     """
+
+    #: repr() shows them, also of an object whose __init__() has failed.
+    name = backend = ""
 
     @overload
     def __init__(
@@ -232,7 +246,7 @@ class Lock(Generic[L]):
                 "after the lock was released. Acquire the lock inside of it."
             )
         template = names.Template(self.name, function)
-        if inspect.iscoroutinefunction(function):
+        if iscoroutinefunction(function):
 
             @functools.wraps(function)
             async def arun(*args: Any, **kwargs: Any) -> Any:
@@ -244,7 +258,7 @@ class Lock(Generic[L]):
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._renamed(template.render(args, kwargs)):
-                return function(*args, **kwargs)
+                return require_finished(function(*args, **kwargs), function, "@lock", _INSIDE)
 
         return cast(F, run)
 

@@ -5,6 +5,7 @@ import inspect
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from asgiref.sync import sync_to_async
 from celery import Task, shared_task
 from django.core.exceptions import SynchronousOnlyOperation
 
@@ -20,7 +21,8 @@ from django_fencedlock import (
 )
 from django_fencedlock.core import runtime
 from django_fencedlock.core.manager import service
-from django_fencedlock.test import hold_lock
+from django_fencedlock.locks import Lock
+from django_fencedlock.test import assert_not_locked, hold_lock
 from tests.failing import raising, unavailable
 from tests.threads import elsewhere
 
@@ -55,6 +57,34 @@ def order(task):
 
 class OfClass(Task):
     pass
+
+
+async def acoro():
+    pytest.fail("called")
+
+
+async def agen():
+    yield
+
+
+class Called:
+    async def __call__(self):
+        pytest.fail("called")
+
+
+def passes_on(function):
+    def wrapper():
+        return function()
+
+    return wrapper
+
+
+def after_the_lock(what):
+    return (
+        f"TypeError: @lock can't wrap wrapper(): it returned {what}, which would run after the "
+        "lock was released. Put @lock directly above its `async def`, or acquire the lock inside "
+        "of it."
+    )
 
 
 #: What users try, and the error.
@@ -145,6 +175,16 @@ MISTAKES = [
         "or write in f(): with lock('x', required=False) as lease.",
     ),
     (
+        lambda: lock("x")(agen),
+        "TypeError: @lock can't wrap the generator agen(): its body would run after the lock was "
+        "released. Acquire the lock inside of it.",
+    ),
+    (lambda: lock("x")(passes_on(acoro))(), after_the_lock("a coroutine")),
+    (lambda: lock("x")(passes_on(Called()))(), after_the_lock("a coroutine")),
+    (lambda: lock("x")(passes_on(lambda: (n for n in ())))(), after_the_lock("a generator")),
+    (lambda: lock("x")(passes_on(agen))(), after_the_lock("an async_generator")),
+    (lambda: lock("x")(passes_on(sync_to_async(f)))(), after_the_lock("a coroutine")),
+    (
         lambda: lock("x").acquire(blocking=False, blocking_timeout=3),
         "ValueError: Use either blocking=False or blocking_timeout=, not both.",
     ),
@@ -178,6 +218,22 @@ def test_the_error_says_what_to_write_instead(mistake, message):
 @pytest.mark.parametrize("name", ["self", "args", "f:user", "{user_id}:user_id", "x:{{user_id}}"])
 def test_a_name_that_needs_no_braces_is_allowed(name):
     assert lock(name)(of_user)
+
+
+def test_a_function_under_sync_to_async_is_decorated_as_a_coroutine_function():
+    @lock("x")
+    @sync_to_async
+    def token():
+        return current_lease("x").token
+
+    assert asyncio.run(token()) == 1
+    assert_not_locked("x")
+
+
+def test_an_object_whose_init_failed_has_a_repr():
+    assert repr(Lock.__new__(Lock)) == "lock('', backend='')"
+    with pytest.raises(AttributeError, match="has no attribute 'foo'"):
+        Lock.__new__(Lock).foo  # noqa: B018
 
 
 @pytest.mark.parametrize("method", ["verify", "renew", "release"])

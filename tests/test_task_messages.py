@@ -10,6 +10,7 @@ from django.test.utils import isolate_apps
 
 from django_fencedlock.celery import lock_name, single_instance
 from django_fencedlock.models import FencedModel, Fencing
+from django_fencedlock.test import assert_not_locked
 from tests.models import Called, Invoice, Warehouse
 
 
@@ -126,6 +127,24 @@ def test_of_a_template(template, message):
 )
 def test_of_what_is_decorated(function, message):
     assert said("x", of=function) == message
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(("function", "what"), [(acharge, "coroutine"), (gcharge, "generator")])
+def test_of_a_function_that_leaves_its_work_to_be_done(celery_app, eager_tasks, function, what):
+    @celery_app.task(shared=False)
+    @single_instance("x")
+    def made():
+        return function(3)
+
+    with pytest.raises(TypeError) as caught:
+        made.delay().get()
+    assert str(caught.value) == (
+        f"@single_instance can't wrap made(): it returned a {what}, which would run after the "
+        "lock was released. Celery doesn't run it: run it to its end in the task, as "
+        "async_to_sync() does."
+    )
+    assert_not_locked("x")
 
 
 def test_of_a_class_without_a_name():

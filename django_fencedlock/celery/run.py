@@ -19,7 +19,7 @@ from ..core.grants import new_claim
 from ..core.identity import current_holder, running_task
 from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
-from ..lease import Lease, enter, leave
+from ..lease import Lease, enter, leave, require_finished
 from . import duplicates, interrupts
 from .coalesce import Arguments, Coalescing
 from .duplicates import CONFLICTS, RUN, HolderGone
@@ -27,6 +27,8 @@ from .names import MARK, Call, Single, is_bound, single_of
 from .policy import Skip, SkippedRun
 
 logger = logging.getLogger(__name__)
+
+_TO_ITS_END = "Celery doesn't run it: run it to its end in the task, as async_to_sync() does."
 
 #: The runs of this context, the innermost last.
 _running: ContextVar[tuple[Run, ...]] = ContextVar("fencedlock_runs", default=())
@@ -71,6 +73,7 @@ class Run(Call):
                     try:
                         body = self._enter()
                         result = interrupts.run_interruptible(*body, self._time_limit.allowed())
+                        require_finished(result, body[1], "@single_instance", _TO_ITS_END)
                         self._raise_loss()
                     except BaseException as error:
                         self._leave(outcome(error, self.task, self.request))
