@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
@@ -11,7 +12,7 @@ import sys
 import time
 import weakref
 from asyncio import _get_running_loop as running_loop
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
@@ -75,12 +76,15 @@ class OfHolder:
 
     def wait_until_left(self) -> bool:
         """As `is_left()`, for code that may know of the end before it was noticed here."""
+        for pause in self.pauses_until_left():
+            time.sleep(pause)
+        return self.is_left()
+
+    def pauses_until_left(self) -> Iterator[float]:
+        """Yield the pauses of a wait until the end is noticed; a coroutine may not block."""
         until = clock() + NOTICED
-        while not self.is_left():
-            if clock() > until or not getattr(self.who, "may_be_call", True):
-                return False
-            time.sleep(0.001)
-        return True
+        while not self.is_left() and clock() < until and getattr(self.who, "may_be_call", True):
+            yield 0.001
 
 
 class Lease(OfHolder):
@@ -282,7 +286,7 @@ class Lease(OfHolder):
 
     def __enter__(self) -> Lease:
         """Release the lock at the end of the block. This doesn't enter the lease once more."""
-        who = self._begin_block()
+        who = self._begin_block(self.wait_until_left)
         try:
             forbid_in_event_loop("with lease", "async with lease")
         except SynchronousOnlyOperation:
@@ -298,7 +302,10 @@ class Lease(OfHolder):
 
     async def __aenter__(self) -> Lease:
         """See __enter__()."""
-        who = self._begin_block()
+        if self.is_open() and self.who is not current_holder():
+            for pause in self.pauses_until_left():
+                await asyncio.sleep(pause)
+        who = self._begin_block(self.is_left)
         if self.released or self.lost:
             await self.aend_block(None, None, who)
             self.check()
@@ -307,11 +314,11 @@ class Lease(OfHolder):
     async def __aexit__(self, kind: ErrorType, error: Error, trace: object) -> None:
         await self.aend_block(kind, error, current_holder())
 
-    def _begin_block(self) -> LocalHolder:
+    def _begin_block(self, is_left: Callable[[], bool]) -> LocalHolder:
         """Let the block release what one `Lock.acquire()` acquired; return the code's holder."""
         who = current_holder()
         if self.is_open():
-            if self.who is not who and not self.wait_until_left():
+            if self.who is not who and not is_left():
                 raise self.not_the_holder()
             if not self.to_release:
                 raise RuntimeError(

@@ -166,13 +166,14 @@ class Lock(Generic[L]):
             lease = control.acquire(claim, wait, who, pattern=self.pattern)
             if lease is not None:
                 enter(lease)
-                lease.to_release += 1
+                # In one go, and in this order, as far as signals are concerned.
+                lease.entered_by, lease.to_release = wait, lease.to_release + 1
             return lease
         except FencedLockError:
             raise
         except BaseException:
             # Ctrl-C, or a signal's handler: the caller doesn't get the lease.
-            control.interrupted(claim, wait.since)
+            control.interrupted(claim, wait)
             raise
 
     async def aacquire(
@@ -210,7 +211,7 @@ class Lock(Generic[L]):
             raise
         except BaseException:
             # As in acquire(): a block that was never entered is never left.
-            control.interrupted(claim, wait.since)
+            control.interrupted(claim, wait)
             raise
 
     def __exit__(self, kind: ErrorType, error: Error, trace: object) -> None:

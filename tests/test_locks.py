@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -299,6 +300,46 @@ def test_another_thread_may_not_begin_a_block_of_a_lease():
             elsewhere(begin)
     with lease:
         assert lease.verify()
+
+
+def test_a_coroutine_waits_for_the_end_of_the_call_that_acquired_its_lease():
+    """Without blocking the event loop, which ends the call."""
+
+    async def main():
+        acquired, end = [], threading.Event()
+
+        def call():
+            acquired.append(lock("x").acquire())
+            end.wait(10)
+
+        running = asyncio.create_task(asyncio.to_thread(call))
+        while not acquired:
+            await asyncio.sleep(0.01)
+        asyncio.get_running_loop().call_later(0.05, end.set)
+        async with acquired[0] as lease:
+            assert await lease.averify()
+        await running
+
+    asyncio.run(main())
+    assert_not_locked("x")
+
+
+def test_an_interrupt_of_acquire_takes_its_count_back(monkeypatch):
+    """Else a block of the lease would release the lock of the outer block."""
+
+    def interrupted(lease, key, value):
+        object.__setattr__(lease, key, value)
+        if key == "to_release" and value:
+            raise KeyboardInterrupt
+
+    with lock("x") as lease:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(lease), "__setattr__", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                lock("x").acquire()
+        assert (lease.entries, lease.to_release) == (1, 0)
+        with pytest.raises(RuntimeError, match="too early"):
+            lease.__enter__()
 
 
 def test_a_failed_release_at_the_end_of_a_block_of_a_lease_is_logged(caplog, monkeypatch):

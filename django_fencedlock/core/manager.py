@@ -164,12 +164,14 @@ class Service:
         lease.entries, lease.entered_by = lease.entries + 1, claim
         return lease
 
-    def interrupted(self, claim: Claim, since: float) -> None:
-        """Undo what a claim has got since then: an exception interrupted its code."""
+    def interrupted(self, claim: Claim, wait: Wait) -> None:
+        """Undo what a claim has got in its wait: an exception interrupted its code."""
         lease = self.lease_of(claim.name, current_holder())
-        if lease is not None and lease.entered_by is claim:
+        if lease is not None and (lease.entered_by is claim or lease.entered_by is wait):
+            # acquire() has counted its lease.
+            lease.to_release -= lease.entered_by is wait
             lease.entries, lease.entered_by = lease.entries - 1, None
-        give_back_left_over(since)
+        give_back_left_over(wait.since)
 
     def verify(self, lease: Lease) -> bool:
         if self.backend.verify(lease.grant):
