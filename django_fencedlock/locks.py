@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import random
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -53,6 +54,7 @@ _TASKS = {"celery.app.task.Task", "celery.local.Proxy", "django.tasks.base.Task"
 
 #: As the default of a parameter, it makes inspect show none.
 _NO_NAME: Any = inspect.Parameter.empty
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _validate = functools.lru_cache(1024)(names.validate)
 
@@ -129,8 +131,9 @@ class Lock(Generic[L]):
         self._blocking_timeout = (
             None if blocking_timeout is UNSET else conf.patience(blocking_timeout)
         )
-        # Of the blocks that are open now, their lease: one object may serve several threads.
-        self._entered: list[OfHolder] = []
+        # Of each block that is open now, its generator or coroutine, and its lease: one object may
+        # serve several threads.
+        self._entered: list[tuple[object, OfHolder]] = []
 
     @property
     def ttl(self) -> float:
@@ -196,7 +199,7 @@ class Lock(Generic[L]):
 
     def __enter__(self) -> L:
         forbid_in_event_loop(f"lock({self.name!r})", "async with {}")
-        control = services.get(self.backend) or service(self.backend)
+        block, control = _suspended_block(), services.get(self.backend) or service(self.backend)
         claim, who, wait = self._ask(control, True, UNSET)
         try:
             lease = control.acquire(claim, wait, who, pattern=self.pattern)
@@ -205,7 +208,7 @@ class Lock(Generic[L]):
             elif self.required:
                 waited = clock() - wait.since
                 raise control.grants.refusal(self.name, waited, self.fenced, wait.held)
-            self._entered.append(lease or OfHolder(who))
+            self._entered.append((block, lease or OfHolder(who)))
             return cast(L, lease)
         except FencedLockError:
             raise
@@ -215,11 +218,12 @@ class Lock(Generic[L]):
             raise
 
     def __exit__(self, kind: ErrorType, error: Error, trace: object) -> None:
-        who = current_holder()
-        if (lease := self._leave_block(kind, who)) is not None:
-            lease.end_block(kind, error, who)
+        lease = self._leave_block(_suspended_block(), kind, OfHolder.wait_until_left)
+        if lease is not None:
+            lease.end_block(kind, error, current_holder())
 
     async def __aenter__(self) -> L:
+        block = _suspended_block()
         claim, who, wait = self._ask(self._service, True, UNSET)
         lease = await self._aacquire(claim, who, wait)
         if lease is None and self.required:
@@ -227,11 +231,11 @@ class Lock(Generic[L]):
             refusal = functools.partial(self._service.grants.refusal, held=wait.held)
             found = self._service.in_thread(refusal, self.name, waited, self.fenced, kind=aio.TRY)
             raise await found
-        self._entered.append(lease or OfHolder(who))
+        self._entered.append((block, lease or OfHolder(who)))
         return cast(L, lease)
 
     async def __aexit__(self, kind: ErrorType, error: Error, trace: object) -> None:
-        if (lease := self._leave_block(kind, current_holder())) is not None:
+        if (lease := self._leave_block(_suspended_block(), kind, OfHolder.is_left)) is not None:
             await lease.aend_block(kind, error, lease.who)
 
     def __call__(self: Lock[Lease], function: F) -> F:
@@ -377,25 +381,28 @@ class Lock(Generic[L]):
         if acquired.exception() is None and (lease := acquired.result()) is not None:
             aio.submit(aio.RELEASE, self.backend, lease._control.give_back, lease, lease.who)
 
-    def _leave_block(self, kind: ErrorType, who: LocalHolder) -> Lease | None:
+    def _leave_block(
+        self, block: object, kind: ErrorType, is_left: Callable[[OfHolder], bool]
+    ) -> Lease | None:
         """Return the lease of the innermost block that this code may leave, if it has one."""
-        found = [each for each in self._entered if each.who is who]
-        if not found and kind is GeneratorExit and len(self._entered) == 1:
-            # Any code may close a generator or a coroutine.
-            found = self._entered
+        entered, who = self._entered, current_holder()
+        # Any code may close a generator or a coroutine, also within a block of its own.
+        found = [each for each in entered if block is not None and each[0] is block]
+        found = found or [each for each in entered if each[1].who is who]
+        if not found and kind is GeneratorExit and len(entered) == 1:
+            found = entered
         if not found:
-            found = [each for each in self._entered if each.wait_until_left()]
+            found = [each for each in entered if is_left(each[1])]
             # It isn't known which of them: a lock that is released late does no harm.
-            found.sort(key=lambda each: not isinstance(each, Lease))
+            found.sort(key=lambda each: not isinstance(each[1], Lease))
         if not found:
             raise NotTheHolder(
                 f"The block of lock {self.name!r} was entered by another thread, greenlet or "
                 "task. Only that one may leave it until it has ended.",
                 name=self.name,
             )
-        left = found[-1]
-        self._entered.remove(left)
-        return left if isinstance(left, Lease) else None
+        self._entered.remove(left := found[-1])
+        return left[1] if isinstance(left[1], Lease) else None
 
 
 #: Names a lock, for ``with``, ``async with``, ``acquire()``, ``aacquire()``, or as a decorator.
@@ -426,6 +433,15 @@ def _about_attribute(name: str, given: str) -> str:
         call = "()" if callable(getattr(Lease, given)) else ""
         return f"; its lease has: `lease = lock({name!r}).acquire()`, then `lease.{given}{call}`."
     return ""
+
+
+def _suspended_block() -> object:
+    """Return the frame of the generator or coroutine whose block the caller begins or ends."""
+    # A frame that is suspended keeps nothing else alive.
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_globals.get("__name__") == "contextlib":
+        frame = frame.f_back
+    return frame if frame is not None and frame.f_code.co_flags & _SUSPENDS else None
 
 
 def _is_task(given: object) -> bool:

@@ -1,6 +1,7 @@
 """`lock()` and what it returns: blocks, decorators, and the messages for typical mistakes."""
 
 import asyncio
+import contextlib
 import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.locks import Lock
 from django_fencedlock.test import assert_not_locked, hold_lock
 from tests.failing import raising, unavailable
+from tests.servers.process import wait_until
 from tests.threads import elsewhere
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -382,6 +384,57 @@ class TestALockThatIsNotRequired:
         assert lock("x").holder().owner_id == lease.owner_id
         wanted.__exit__(None, None, None)
         assert lock("x").holder() is None
+
+    @pytest.mark.parametrize("way", ["with", "ExitStack"])
+    @pytest.mark.parametrize("has_lock", [True, False])
+    def test_a_generator_that_other_code_closes_leaves_its_own_block(self, has_lock, way):
+        """The thread that runs the garbage collector may be in a block of the same object."""
+        wanted = lock("x", blocking_timeout=0, required=False)
+
+        def rows():
+            if way == "with":
+                with wanted as lease:
+                    yield lease
+            with contextlib.ExitStack() as stack:
+                yield stack.enter_context(wanted)
+
+        with ThreadPoolExecutor(1) as other, contextlib.ExitStack() as mine:
+            begun = rows()
+            if has_lock:
+                assert other.submit(next, begun).result()
+            lease = mine.enter_context(wanted)
+            if not has_lock:
+                assert other.submit(next, begun).result() is None
+            assert (lease is None) is has_lock
+            begun.close()
+            if has_lock:
+                wait_until(lambda: lock("x").holder() is None, "a free lock")
+            else:
+                assert lease.verify()
+        assert wanted._entered == []
+        assert_not_locked("x")
+
+    def test_an_async_generator_that_another_task_closes_leaves_its_own_block(self):
+        wanted = lock("x", blocking_timeout=0, required=False)
+
+        async def rows():
+            async with wanted as lease:
+                yield lease
+
+        async def close(begun):
+            async with wanted as lease:
+                assert lease is None
+                await begun.aclose()
+
+        async def main():
+            begun = rows()
+            assert await anext(begun)
+            await asyncio.create_task(close(begun))
+            while await lock("x").aholder():
+                await asyncio.sleep(0.01)
+
+        asyncio.run(main())
+        assert wanted._entered == []
 
     def test_does_not_hide_the_refusal_of_an_inner_lock(self):
         outer, inner = lock("outer", required=False), lock("inner", blocking_timeout=0)
