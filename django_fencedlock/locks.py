@@ -329,7 +329,8 @@ class Lock(Generic[L]):
         else:
             timeout = control.config.blocking_timeout
         claim = new_claim(self.name, self._ttl or control.config.ttl, self.fenced)
-        return claim, current_holder(), Wait(timeout, cancelled_by=cancel)
+        wait = Wait(timeout, cancelled_by=cancel, required=self.required)
+        return claim, current_holder(), wait
 
     async def _aacquire(self, claim: Claim, who: LocalHolder, wait: Wait) -> Lease | None:
         """Acquire the lock, or enter it once more, and make it the context's innermost lease."""

@@ -436,6 +436,21 @@ class TestALockThatIsNotRequired:
         asyncio.run(main())
         assert wanted._entered == []
 
+    @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+    @pytest.mark.usefixtures("backend")
+    def test_gives_none_if_the_code_that_waits_for_this_call_has_the_lock(self):
+        @sync_to_async
+        def call():
+            with lock("x", required=False) as lease:
+                return lease
+
+        async def main():
+            async with lock("x") as lease:
+                assert await call() is None
+                assert await lease.averify()
+
+        asyncio.run(main())
+
     def test_does_not_hide_the_refusal_of_an_inner_lock(self):
         outer, inner = lock("outer", required=False), lock("inner", blocking_timeout=0)
         refused = pytest.raises(LockNotAcquired, match="'inner' is held")

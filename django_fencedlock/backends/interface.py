@@ -105,6 +105,8 @@ class Wait:
     #: An event that cancels the wait once it is set. No hook is called: whatever waits looks at
     #: `left` at least every two seconds.
     cancelled_by: threading.Event | None = None
+    #: Whether the core raises if the holder of the lock waits for this very call.
+    required: bool = True
     _is_cancelled: bool = field(default=False, init=False)
     _hooks: list[Callable[[], object]] = field(default_factory=list, init=False)
 

@@ -270,7 +270,10 @@ class Grants:
         holder = lease.who
         if holder is None or holder is who or holder.has_ended():
             return
-        if holder.is_task() or is_in_call():
+        waits_for_call = holder.is_task() or is_in_call()
+        if waits_for_call and not wait.required:
+            wait.cancel()
+        elif waits_for_call:
             raise LockNotAcquired(
                 f"Lock {lease.name!r} is held by the code that called this function by "
                 "sync_to_async, so waiting for it might never end. Use the caller's lease, "
