@@ -80,20 +80,22 @@ class TestARun:
         assert runs == [1]
 
     def test_is_interrupted_in_the_body_of_an_inner_run(self):
-        outer = single_instance("y")(charge)
-
         @single_instance("z")
         def inner():
             reach_limit()
 
+        @single_instance("y")
+        def outer(function):
+            function()
+
         with pytest.raises(SoftTimeLimitExceeded):
-            single_instance("y")(inner)()
-        outer()
+            outer(inner)
+        outer(charge)
         assert_not_locked("y")
         assert_not_locked("z")
 
     def test_is_interrupted_while_it_waits(self):
-        waits = single_instance("x", on_conflict="wait", blocking_timeout=60)(charge)
+        waits = single_instance("x", on_conflict="wait", blocking_timeout=60)(charge.__wrapped__)
         main = threading.main_thread().ident
         timer = threading.Timer(0.2, signal.pthread_kill, (main, SIG_SOFT_TIMEOUT))
         started = time.monotonic()
