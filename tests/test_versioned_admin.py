@@ -9,7 +9,7 @@ from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.db.models import CASCADE, QuerySet
-from django.db.models.signals import post_save, pre_save
+from django.db.models.signals import post_save, pre_delete, pre_save
 from django.http import HttpRequest, HttpResponse
 from django.middleware.csrf import get_token
 from django.template import engines
@@ -245,10 +245,13 @@ def test_a_change_between_the_check_and_the_delete_undoes_the_delete_and_its_log
 
 
 def test_a_row_and_what_is_deleted_with_it_can_both_be_selected(
-    browser: Client, monkeypatch: pytest.MonkeyPatch
+    browser: Client, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     relation: Any = Clause._meta.get_field("contract").remote_field
     monkeypatch.setattr(relation, "on_delete", CASCADE)
+    # The listener of cascades would make each later delete of a contract a slow one.
+    listener = {"sender": Contract, "dispatch_uid": "django_fencedlock"}
+    request.addfinalizer(lambda: pre_delete.disconnect(**listener))
     documents = [Document.objects.create() for _ in range(2)]
     clauses = [Clause.objects.create(contract=Contract.objects.create()) for _ in range(2)]
     browser.post(LIST, selected(browser, documents))
