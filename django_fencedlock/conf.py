@@ -24,9 +24,13 @@ from .problems import Problem as Problem
 from .storage.text import without_secrets
 
 DEFAULT_ALIAS, MAX_ALIAS = "default", 100
+_KINDS = {"zookeeper": "ZooKeeper", "dynamodb": "DynamoDB"}
 BACKENDS = {
-    kind: f"django_fencedlock.backends.{kind}.{kind.title()}Backend"
-    for kind in ("database", "postgres", "redis")
+    kind: f"django_fencedlock.backends.{kind}.{_KINDS.get(kind, kind.title())}Backend"
+    for kind in (
+        *("database", "postgres", "mysql", "redis"),
+        *("redlock", "etcd", "zookeeper", "consul", "dynamodb"),
+    )
 }
 DEFAULTS: Mapping[str, Any] = {
     "BACKEND": BACKENDS["database"],
@@ -63,6 +67,7 @@ class AliasConfig:
     alias: str
     backend: str
     # A URL may contain a password, and error reports show local variables.
+    #: A list in the settings is joined by commas.
     location: str = field(repr=False)
     ttl: float
     #: Infinite for no limit.
@@ -73,6 +78,11 @@ class AliasConfig:
 
     def where(self, key: str = "") -> str:
         return _where(self.alias, key)
+
+    @property
+    def locations(self) -> list[str]:
+        """LOCATION as a list, for services that have several addresses."""
+        return [each.strip() for each in self.location.split(",") if each.strip()]
 
     @cached_property
     def timeout(self) -> float:
@@ -296,8 +306,8 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
                 (patience if key == "BLOCKING_TIMEOUT" else seconds)(value, _where(alias, key))
             except (TypeError, ValueError) as exc:
                 yield Problem("E003", str(exc))
-        elif not isinstance(value, kind):
-            hint = f"Make it a {kind.__name__}."
+        elif not isinstance(value, kind) and not (key == "LOCATION" and _are_texts(value)):
+            hint = f"Make it a {kind.__name__}{' or a list of them' * (key == 'LOCATION')}."
             yield Problem("E002", f"{_where(alias, key)} is {shown(value)}.", hint)
     if not isinstance(database := whole["FENCE_DATABASE"], str):
         return
@@ -310,8 +320,14 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("E006", f"{what}, a database of vendor {vendor!r}.", hint)
 
 
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+
+
 def _read(alias: str, given: Mapping[str, Any]) -> AliasConfig:
     whole = {**DEFAULTS, **given}
+    if not isinstance(whole["LOCATION"], str):
+        whole["LOCATION"] = ",".join(whole["LOCATION"])
     whole["TTL"] = seconds(whole["TTL"], "TTL")
     whole["BLOCKING_TIMEOUT"] = patience(whole["BLOCKING_TIMEOUT"])
     return AliasConfig(alias, **{key.lower(): value for key, value in whole.items()})

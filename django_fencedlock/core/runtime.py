@@ -17,7 +17,7 @@ from _queue import Empty as Empty
 from _queue import SimpleQueue as SimpleQueue
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from django.db import close_old_connections
@@ -57,6 +57,34 @@ def original(module: str, name: str) -> Any:
 
 #: Makes a lock that blocks the real thread. Hold it for microseconds only.
 allocate_lock = original("_thread", "allocate_lock")
+
+
+class PerHub(Generic[T]):
+    """
+    One object for the whole process; under gevent, one for each hub.
+
+    A socket of gevent belongs to one hub. The keeper's thread has a hub of its own, and a later
+    thread may have the id of a thread that has ended.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._found: dict[int, tuple[object, T]] = {}
+
+    def get(self) -> T:
+        """Return the object that this code can use."""
+        thread, hub = 0, None
+        if is_patched("socket"):
+            thread = original("_thread", "get_ident")()
+            hub = sys.modules["gevent"].get_hub()
+        found = self._found.get(thread)
+        if found is None or found[0] is not hub:
+            # If two threads come here, one has an object of its own for one request.
+            found = self._found[thread] = hub, self._make()
+        return found[1]
+
+    def all(self) -> list[T]:
+        return [each for _, each in [*self._found.values()]]
 
 
 def start(target: Callable[[], object]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +55,7 @@ class RedisBackend(Backend):
 
     def after_fork(self) -> None:
         # The driver shuts down no socket that another process opened.
-        self._connections: dict[int, tuple[object, Connections]] = {}
+        self._connections = runtime.PerHub(lambda: Connections(make_client(self.config)))
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
         answer = self._claim(claim, "0" if wait.left else "")
@@ -188,26 +187,13 @@ class RedisBackend(Backend):
             yield Problem("E013", str(self.unavailable("answer", exc)), remedy)
 
     def close(self) -> None:
-        for _, connections in [*self._connections.values()]:
+        for connections in self._connections.all():
             connections.close()
 
     @property
     def _here(self) -> Connections:
-        """
-        The connections that this code can use.
-
-        A socket of gevent belongs to one hub. The keeper's thread has a hub of its own, and a later
-        thread may have the id of a thread that has ended.
-        """
-        thread, hub = 0, None
-        if runtime.is_patched("socket"):
-            thread = runtime.original("_thread", "get_ident")()
-            hub = sys.modules["gevent"].get_hub()
-        found = self._connections.get(thread)
-        if found is None or found[0] is not hub:
-            # If two threads come here, one has connections of its own for one request.
-            found = self._connections[thread] = hub, Connections(make_client(self.config))
-        return found[1]
+        """The connections that this code can use."""
+        return self._connections.get()
 
     def _run(self, doing: str, name: str, script: Script, keys: Sequence[str], *args: str) -> Any:
         try:

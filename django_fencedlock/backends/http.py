@@ -1,0 +1,268 @@
+"""JSON over HTTP to the nodes of a service: bounded in time, and repeated where a node fails."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import select
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from ..conf import AliasConfig, Problem, shown
+from ..core import runtime
+from ..core.runtime import clock
+from ..storage.text import without_secrets
+
+#: Idle connections that are kept.
+MAX_IDLE = 10
+#: Seconds of the first pause once every node has failed; each is longer, up to the last.
+PAUSES = 0.05, 0.3
+#: The options of TLS: the files of the authorities, and of the client's certificate and key.
+TLS_OPTIONS = frozenset({"CA", "CERT", "KEY"})
+
+Errors = (OSError, http.client.HTTPException)
+
+
+class NodesFailed(OSError):
+    """No node answered in time, or each answered that it can't serve now."""
+
+
+class Node(NamedTuple):
+    host: str
+    port: int
+    tls: bool
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Answer(NamedTuple):
+    status: int
+    #: Parsed JSON; text if it is none.
+    body: Any
+    headers: Mapping[str, str]
+    #: An earlier try of the same request may have been carried out, or may be later.
+    is_repeated: bool = False
+
+
+class HttpNodes:
+    """
+    The nodes of one service. Any thread may ask.
+
+    The node that answered last is asked first. A request may reach the service twice, or long
+    after it was sent: each has to be safe then.
+    """
+
+    def __init__(self, config: AliasConfig, port: int) -> None:
+        self.timeout = config.timeout
+        #: Sent with each request.
+        self.headers: dict[str, str] = {"Content-Type": "application/json"}
+        self._nodes = deque(read_nodes(config.locations, port))
+        self._tls = tls_context(config) if any(node.tls for node in self._nodes) else None
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        # The parent's sockets stay open, and are not used here.
+        self._idle = runtime.PerHub(deque[http.client.HTTPConnection])
+
+    def close(self) -> None:
+        for idle in self._idle.all():
+            while idle:
+                idle.pop().close()
+
+    def ask(self, method: str, path: str, body: object = None) -> Answer:
+        """Send a request to one node after the other; raise `NodesFailed` after the timeout."""
+        data = None if body is None else json.dumps(body).encode()
+        end, tries, is_repeated = clock() + self.timeout, 0, False
+        while True:
+            node = self._nodes[0]
+            try:
+                connection = self._connect(node, end)
+                try:
+                    status, text, headers = _exchange(connection, method, path, data, self.headers)
+                except BaseException:
+                    # The next request would read this answer.
+                    connection.close()
+                    is_repeated = True
+                    raise
+                self._keep(connection)
+                if status < 500 and status != 429:
+                    return Answer(status, _parsed(text), headers, is_repeated)
+                is_repeated = True
+                failure: Exception = OSError(f"status {status}, {_shortened(text)}")
+            except Errors as exc:
+                failure = exc
+            tries += 1
+            if self._nodes[0] is node:
+                self._nodes.rotate(-1)
+            if tries >= len(self._nodes):
+                time.sleep(max(0.0, min(PAUSES[0] * tries, PAUSES[1], end - clock())))
+            if clock() >= end:
+                raise NodesFailed(f"{node}: {str(failure) or type(failure).__name__}") from failure
+
+    def _connect(self, node: Node, end: float) -> http.client.HTTPConnection:
+        """Return a connection whose every step ends in time for another node to be asked."""
+        left = max(0.05, end - clock())
+        limit = min(left, self.timeout / min(2, len(self._nodes)))
+        idle = self._idle.get()
+        with contextlib.suppress(IndexError):
+            while True:
+                connection = idle.pop()
+                if (connection.host, connection.port) == node[:2] and not _is_closed(connection):
+                    connection.sock.settimeout(limit)
+                    return connection
+                connection.close()
+        return self._open(node, limit)
+
+    def _open(self, node: Node, limit: float) -> http.client.HTTPConnection:
+        connection: http.client.HTTPConnection
+        if node.tls:
+            connection = http.client.HTTPSConnection(
+                node.host, node.port, timeout=limit, context=self._tls
+            )
+        else:
+            connection = http.client.HTTPConnection(node.host, node.port, timeout=limit)
+        connection.connect()
+        return connection
+
+    def _keep(self, connection: http.client.HTTPConnection) -> None:
+        idle = self._idle.get()
+        # Closed by the server's wish, or one too many.
+        if connection.sock is None or len(idle) >= MAX_IDLE:
+            connection.close()
+        else:
+            idle.append(connection)
+
+    def stream(
+        self,
+        method: str,
+        path: str,
+        body: object,
+        seconds: float,
+        on_open: Callable[[Callable[[], object]], object],
+    ) -> Iterator[str]:
+        """
+        Yield the lines of one long answer as they come, until it ends or `seconds` are over.
+
+        It has a connection of its own. `on_open` gets a function that ends it from any thread.
+        """
+        end = clock() + seconds
+        data = None if body is None else json.dumps(body).encode()
+        node = self._nodes[0]
+        try:
+            with contextlib.closing(self._open(node, min(self.timeout, seconds))) as connection:
+                sock = connection.sock
+                # With TLS as well: shutdown() of the socket below ends any read.
+                on_open(lambda: runtime.cut(sock.fileno()) if sock.fileno() >= 0 else None)
+                sock.settimeout(seconds)
+                connection.request(method, path, data, self.headers)
+                response = connection.getresponse()
+                while (left := end - clock()) > 0:
+                    sock.settimeout(left)
+                    if not (line := response.readline()):
+                        return
+                    yield line.decode()
+        except TimeoutError:
+            return
+        except Errors:
+            # Only a hint is lost. The next request asks another node.
+            if self._nodes[0] is node:
+                self._nodes.rotate(-1)
+            time.sleep(PAUSES[0])
+
+
+def _exchange(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    data: bytes | None,
+    headers: Mapping[str, str],
+) -> tuple[int, bytes, Mapping[str, str]]:
+    connection.request(method, path, data, headers)
+    response = connection.getresponse()
+    return response.status, response.read(), response.headers
+
+
+def _is_closed(connection: http.client.HTTPConnection) -> bool:
+    """Return whether the server has closed an idle connection: a request would be sent twice."""
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text) if text else None
+    except ValueError:
+        return text.decode(errors="replace")
+
+
+def _shortened(text: bytes) -> str:
+    body = _parsed(text)
+    if isinstance(body, dict):
+        body = body.get("message") or body.get("error") or body
+    return str(body)[:200].strip()
+
+
+def read_nodes(locations: list[str], port: int) -> list[Node]:
+    """Read the URLs of nodes. ValueError says what is wrong with one, without its password."""
+    nodes = []
+    for url in locations:
+        parts = urlsplit(url)
+        where = without_secrets(url)
+        if parts.scheme not in ("http", "https"):
+            raise ValueError(f"{where!r} doesn't begin with http:// or https://")
+        try:
+            node = Node(parts.hostname or "", parts.port or port, parts.scheme == "https")
+        except ValueError as exc:
+            raise ValueError(f"{where!r}: {without_secrets(str(exc))}") from None
+        if not node.host or parts.path.strip("/") or parts.query:
+            raise ValueError(f"{where!r} isn't a scheme, a host and a port alone")
+        nodes.append(node)
+    if len({node.tls for node in nodes}) > 1:
+        raise ValueError("it has both http:// and https:// URLs")
+    return nodes
+
+
+def credentials(locations: list[str]) -> tuple[str, str] | None:
+    """Return the user and password of the first URL that has them."""
+    for parts in map(urlsplit, locations):
+        if parts.username:
+            return unquote(parts.username), unquote(parts.password or "")
+    return None
+
+
+def tls_context(config: AliasConfig) -> ssl.SSLContext:
+    """Make the TLS context of the options CA, CERT and KEY."""
+    context = ssl.create_default_context(cafile=config.options.get("CA"))
+    if certificate := config.options.get("CERT"):
+        context.load_cert_chain(certificate, config.options.get("KEY"))
+    return context
+
+
+def location_problems(config: AliasConfig, port: int, form: str) -> Iterator[Problem]:
+    """Yield the problems of LOCATION and of the options of TLS."""
+    try:
+        nodes = read_nodes(config.locations, port)
+    except ValueError as exc:
+        yield Problem("E007", f"{config.where('LOCATION')}: {exc}.", form)
+        return
+    if not nodes:
+        yield Problem("E007", f"{config.where()} names no server: LOCATION is empty.", form)
+        return
+    given = {key: config.options[key] for key in TLS_OPTIONS & set(config.options)}
+    where = config.where("OPTIONS")
+    if given and not nodes[0].tls:
+        what = f"{where} has {' and '.join(sorted(given))}, but LOCATION begins with http://."
+        yield Problem("E008", what, "Use https:// URLs, or leave these options out.")
+        return
+    try:
+        tls_context(config)
+    except (OSError, TypeError, ValueError) as exc:
+        what = f"{where}: the TLS files {shown(given)} can't be used: {exc}."
+        yield Problem("E008", what, "Name PEM files that this process can read.")

@@ -1,0 +1,315 @@
+"""Locks as queues: each owner has an entry of its own, and the first entry has the lock."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from ..conf import AliasConfig
+from ..core.runtime import clock
+from ..exceptions import BackendUnavailable
+from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
+
+#: A session is renewed so many times within its ttl.
+BEATS = 3
+#: Seconds of one watch. Then the waiter looks for itself: a hint may be lost.
+WATCH = 2.0
+#: Seconds for which a repeated request may still arrive.
+LATE = 60.0
+#: Sessions that one acquire may open: each ended before its first use.
+SESSIONS = 3
+
+
+class SessionGone(Exception):
+    """The service doesn't know the session any more, nor its entries."""
+
+    def __str__(self) -> str:
+        return "each session ended as soon as it was opened"
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A session of this process with the service: all its locks of one ttl live in it."""
+
+    #: What the service knows it by.
+    id: Any
+    ttl: float
+    #: The local clock, read before the request that renewed it last.
+    since: float
+    #: Entries without an owner, seen at the last beat.
+    strays: set[str] = field(default_factory=set)
+
+
+class Place(NamedTuple):
+    """Where an entry stands in the queue of its lock."""
+
+    #: The service's number of the entry: it rises from entry to entry, whatever their locks.
+    number: int
+    #: What the service knows the entry before it by; None for the first, which has the lock.
+    ahead: Any
+    #: The first entry of the queue.
+    first: Held
+    #: The request was sent twice: one of them may still be carried out.
+    is_repeated: bool = False
+
+
+class Entry(NamedTuple):
+    """The handle of a grant."""
+
+    session: Session
+    number: int
+
+
+def _do_nothing() -> None:
+    pass
+
+
+@dataclass(slots=True)
+class Watch:
+    """How long a waiter watches the entry before its own."""
+
+    seconds: float = 0.0
+    #: Ends the watch, from any thread. The service sets it.
+    stop: Callable[[], object] = _do_nothing
+
+
+class QueuedBackend(Backend):
+    """
+    The recipe for services with sessions, whose entries are gone when their session ends.
+
+    A process has one session for each ttl. Each waiter watches the entry before its own, so a
+    release wakes one waiter. The service's number of the entry is the token.
+
+    Each method that asks the service raises one of `errors` within the timeout. The service may
+    get a request twice, or late: an entry is known by its owner.
+    """
+
+    supports_waiting = True
+    supports_ttl = False
+    #: What the methods below raise if the service doesn't answer.
+    errors: ClassVar[tuple[type[Exception], ...]]
+    #: Bounds of a session's ttl, in seconds.
+    shortest, longest = 1.0, math.inf
+
+    def __init__(self, config: AliasConfig) -> None:
+        super().__init__(config)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._opening = threading.Lock()
+        self._sessions: dict[float, Session] = {}
+        #: By owner id: the session of each acquire that began and each grant.
+        self._owners: dict[str, Session | None] = {}
+        #: Owners whose entry may be made again by a late copy of their request.
+        self._repeated: set[str] = set()
+        #: By owner id: such owners that have released, with the name, and until when.
+        self._late: dict[str, tuple[str, float]] = {}
+
+    def after_fork(self) -> None:
+        self._reset()
+        self.forget()
+
+    # What a service does
+
+    @abstractmethod
+    def open(self, ttl: float) -> Any:
+        """Open a session, and return what the service knows it by."""
+
+    @abstractmethod
+    def keep(self, session: Any) -> bool:
+        """Renew a session. Return False if it has ended."""
+
+    @abstractmethod
+    def end(self, session: Any) -> None:
+        """End a session that has no entries."""
+
+    @abstractmethod
+    def enter(self, session: Any, claim: Claim, alone: bool) -> Place | Held:
+        """
+        Add the owner's entry to the queue, unless it has one, or raise `SessionGone`.
+
+        If it is to be `alone` and the queue isn't empty, add nothing, and return who is first.
+        """
+
+    @abstractmethod
+    def look(self, name: str, owner: str, number: int) -> Place | None:
+        """Look up an entry, linearizably. None: it was released, or its session has ended."""
+
+    @abstractmethod
+    def watch(self, name: str, owner: str, place: Place, watch: Watch) -> None:
+        """Return once the entry before may be gone, or after `watch.seconds`."""
+
+    @abstractmethod
+    def leave(self, name: str, owner: str) -> bool:
+        """Delete this owner's entry, of any session. Return False if there was none."""
+
+    @abstractmethod
+    def entries(self, session: Any, names: Mapping[str, str]) -> Mapping[str, str]:
+        """Return which of these entries a session has, and maybe its others: names by owner."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop inherited connections in a child process, without closing them."""
+
+    # What all of them do
+
+    def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
+        answer: Granted | Held = Held()
+        watch = Watch()
+        wait.on_cancel(lambda: watch.stop())
+        self._owners.setdefault(claim.owner)
+        try:
+            with self._asking("acquire", claim.name):
+                answer = self._queue(claim, wait, watch)
+            return answer
+        except BackendUnavailable:
+            # The core releases it, now and for a minute.
+            raise
+        except BaseException:
+            with contextlib.suppress(*self.errors):
+                self.leave(claim.name, claim.owner)
+            raise
+        finally:
+            if not isinstance(answer, Granted):
+                self._note_end(claim.name, claim.owner)
+
+    def _queue(self, claim: Claim, wait: Wait, watch: Watch) -> Granted | Held:
+        """Enter the queue and wait in it; again if a session ends meanwhile."""
+        held, opened = Held(), 0
+        while True:
+            session = self._session(claim.ttl)
+            self._owners[claim.owner] = session
+            try:
+                place = self.enter(session.id, claim, not wait.left)
+            except SessionGone:
+                self._drop(session)
+                opened += 1
+                if opened >= SESSIONS:
+                    raise
+                continue
+            if isinstance(place, Held):
+                return place
+            if place.is_repeated:
+                self._repeated.add(claim.owner)
+            found: Place | None = place
+            while found is not None:
+                if found.ahead is None:
+                    entry = Entry(session, found.number)
+                    return Granted(found.number, session.since, entry)
+                held = found.first
+                wait.refused(held)
+                if not wait.left:
+                    self.leave(claim.name, claim.owner)
+                    return held
+                watch.seconds = min(wait.left, WATCH, session.ttl / BEATS)
+                self.watch(claim.name, claim.owner, found, watch)
+                found = None
+                if self._is_young(session) or self._keep(session):
+                    found = self.look(claim.name, claim.owner, place.number)
+            # Its session has ended, or it was released by force: the queue is entered again.
+            if not wait.left:
+                return held
+
+    def _session(self, ttl: float) -> Session:
+        """Return this process's session for a ttl, renewed lately."""
+        seconds = min(max(self.shortest, math.ceil(ttl)), self.longest)
+        session = self._sessions.get(seconds)
+        if session and (self._is_young(session) or self._beat(session, {}) is not None):
+            return session
+        with self._opening:
+            if session := self._sessions.get(seconds):
+                return session
+            since = clock()
+            session = Session(self.open(seconds), seconds, since)
+            self._sessions[seconds] = session
+            return session
+
+    def _is_young(self, session: Session) -> bool:
+        return clock() < session.since + session.ttl / BEATS
+
+    def _keep(self, session: Session) -> bool:
+        # Not behind a lock: the keeper would wait for a thread that is paused in it.
+        since = clock()
+        if not self.keep(session.id):
+            self._drop(session)
+            return False
+        session.since = max(since, session.since)
+        return True
+
+    def _drop(self, session: Session) -> None:
+        if self._sessions.get(session.ttl) is session:
+            del self._sessions[session.ttl]
+
+    def _beat(self, session: Session, names: Mapping[str, str]) -> Mapping[str, str] | None:
+        """Renew a session and delete entries that nothing owns; return the others, or None."""
+        if not self._keep(session):
+            return None
+        for owner, (name, until) in list(self._late.items()):
+            self.leave(name, owner)
+            if until < clock():
+                self._late.pop(owner, None)
+        found = self.entries(session.id, names)
+        strays = {owner: name for owner, name in found.items() if owner not in self._owners}
+        # A late copy of a request made it. Its owner may just be about to be noted: seen twice.
+        for owner in strays.keys() & session.strays:
+            self.leave(strays[owner], owner)
+        session.strays = set(strays)
+        return found
+
+    def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
+        batches: dict[Session, dict[str, str]] = {}
+        for grant in grants:
+            if (entry := grant.handle) is None:
+                continue
+            if grant.ttl > entry.session.ttl:
+                what = f"Lock {grant.name!r} has a session of {entry.session.ttl:g} s"
+                raise ValueError(
+                    f"{what}, which can't be extended to {grant.ttl:g} s. Acquire it with the "
+                    "longest ttl that it needs."
+                )
+            batches.setdefault(entry.session, {})[grant.owner] = grant.name
+        kept: set[str] = set()
+        with self._asking("renew locks"):
+            for session, names in batches.items():
+                kept |= (self._beat(session, names) or {}).keys()
+        return [Renewal.KEPT if each.owner in kept else Renewal.LOST for each in grants]
+
+    def release(self, grant: Grant) -> bool:
+        with self._asking("release", grant.name):
+            was_there = self.leave(grant.name, grant.owner)
+        self._note_end(grant.name, grant.owner)
+        return was_there
+
+    def _note_end(self, name: str, owner: str) -> None:
+        self._owners.pop(owner, None)
+        if owner in self._repeated:
+            self._repeated.discard(owner)
+            self._late[owner] = name, clock() + LATE
+
+    def verify(self, grant: Grant) -> bool:
+        if grant.handle is None:
+            return False
+        with self._asking("verify", grant.name):
+            place = self.look(grant.name, grant.owner, grant.handle.number)
+        return place is not None and place.ahead is None
+
+    def close(self) -> None:
+        used = list(self._owners.values())
+        for session in list(self._sessions.values()):
+            if session not in used:
+                self._drop(session)
+                # Without an answer, it ends after its ttl.
+                with contextlib.suppress(*self.errors):
+                    self.end(session.id)
+
+    @contextlib.contextmanager
+    def _asking(self, doing: str, name: str | None = None) -> Iterator[None]:
+        try:
+            yield
+        except (*self.errors, SessionGone) as exc:
+            raise self.unavailable(doing, exc, name) from exc
