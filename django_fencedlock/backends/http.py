@@ -185,7 +185,7 @@ def _exchange(
 ) -> tuple[int, bytes, Mapping[str, str]]:
     connection.request(method, path, data, headers)
     response = connection.getresponse()
-    return response.status, response.read(), response.headers
+    return response.status, response.read(), dict(response.headers.items())
 
 
 def _is_closed(connection: http.client.HTTPConnection) -> bool:

@@ -28,9 +28,6 @@ SESSIONS = 3
 class SessionGone(Exception):
     """The service doesn't know the session any more, nor its entries."""
 
-    def __str__(self) -> str:
-        return "each session ended as soon as it was opened"
-
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -189,8 +186,9 @@ class QueuedBackend(Backend):
             except SessionGone:
                 self._drop(session)
                 opened += 1
-                if opened >= SESSIONS:
-                    raise
+                if opened == SESSIONS:
+                    why = TimeoutError("each session ended as soon as it was opened")
+                    raise self.unavailable("acquire", why, claim.name) from None
                 continue
             if isinstance(place, Held):
                 return place
@@ -311,5 +309,5 @@ class QueuedBackend(Backend):
     def _asking(self, doing: str, name: str | None = None) -> Iterator[None]:
         try:
             yield
-        except (*self.errors, SessionGone) as exc:
+        except self.errors as exc:
             raise self.unavailable(doing, exc, name) from exc

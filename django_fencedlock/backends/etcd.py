@@ -1,0 +1,269 @@
+"""The etcd backend: an entry is a key that a lease of etcd keeps, ordered by its creation."""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..conf import AliasConfig, Problem
+from ..problems import ok
+from .http import TLS_OPTIONS, Answer, HttpNodes, NodesFailed, credentials, location_problems
+from .interface import Claim, Held
+from .queued import Place, QueuedBackend, SessionGone, Watch
+
+PORT = 2379
+FORM = (
+    "Write it as 'https://user:password@host:2379' (http:// without TLS), or as a list of such "
+    "URLs, one for each node."
+)
+#: Locks that one transaction looks up; etcd allows 128 operations.
+LOOKED_UP = 100
+#: The part of etcd's default limit of 2 GiB that may be used.
+LARGE = 0.8 * 2 * 1024**3
+#: Revisions after which etcd's history should have been compacted once.
+MANY = 100_000
+
+
+class EtcdBackend(QueuedBackend):
+    """
+    Locks on etcd 3.4 or newer, by its JSON gateway.
+
+    An uncontended acquire is one request, a release is one, and the renewal of all locks of a
+    process is two.
+    """
+
+    label = "etcd"
+    errors = (NodesFailed,)
+    option_names = frozenset({"TIMEOUT", *TLS_OPTIONS})
+    shortest = 2.0
+
+    def __init__(self, config: AliasConfig) -> None:
+        super().__init__(config)
+        self._nodes = HttpNodes(config, PORT)
+        self._user = credentials(config.locations)
+        self._prefix = f"{config.key_prefix}fencedlock/"
+
+    def forget(self) -> None:
+        self._nodes.after_fork()
+
+    def close(self) -> None:
+        super().close()
+        self._nodes.close()
+
+    # Sessions are leases of etcd.
+
+    def open(self, ttl: float) -> int:
+        # The id is made here: a repeated request opens no second lease.
+        lease = secrets.randbits(62) + 1
+        self._ask("lease/grant", {"ID": lease, "TTL": int(ttl)}, "lease already exists")
+        return lease
+
+    def keep(self, session: int) -> bool:
+        return int(self._ask("lease/keepalive", {"ID": session})["result"].get("TTL", 0)) > 0
+
+    def end(self, session: int) -> None:
+        self._ask("lease/revoke", {"ID": session}, "lease not found")
+
+    # Entries are keys: the lock's name, and the owner's id.
+
+    def _key(self, name: str, owner: str = "") -> str:
+        return f"{self._prefix}{name}\0{owner}"
+
+    def _queue_of(self, name: str, order: str, **more: Any) -> dict[str, Any]:
+        """Return a request for a lock's entries, in the order of their creation."""
+        first = self._key(name)
+        whole = {"key": _encode(first), "range_end": _encode(f"{first[:-1]}\1")}
+        return {**whole, "sort_target": "CREATE", "sort_order": order, **more}
+
+    def enter(self, session: int, claim: Claim, alone: bool) -> Place | Held:
+        own, whole = _encode(self._key(claim.name, claim.owner)), self._queue_of(claim.name, "NONE")
+        tested = {key: whole[key] for key in ("key", "range_end")} if alone else {"key": own}
+        answer = self._send(
+            "kv/txn",
+            {
+                "compare": [{**tested, "target": "CREATE", "create_revision": "0"}],
+                "success": [
+                    {
+                        "request_put": {
+                            "key": own,
+                            "value": _encode(claim.identity),
+                            "lease": session,
+                        }
+                    },
+                    _range(self._queue_of(claim.name, "DESCEND", limit=2, keys_only=True)),
+                    _range(self._queue_of(claim.name, "ASCEND", limit=1)),
+                ],
+                "failure": [
+                    _range({"key": own}),
+                    _range(self._queue_of(claim.name, "ASCEND", limit=1)),
+                ],
+            },
+        )
+        if answer.status != 200:
+            if "requested lease not found" in _message(answer):
+                raise SessionGone
+            raise _refused(answer)
+        *_, entries, first = map(_entries, answer.body["responses"])
+        if answer.body.get("succeeded"):
+            number = int(answer.body["header"]["revision"])
+            ahead = entries[1]["key"] if len(entries) > 1 else None
+            return Place(number, ahead, _held(first), answer.is_repeated)
+        if entries:
+            # A request that was sent twice, or a claim.
+            number = int(entries[0]["create_revision"])
+            place = self.look(claim.name, claim.owner, number)
+            return place._replace(is_repeated=True) if place else _held(first)
+        return _held(first)
+
+    def look(self, name: str, owner: str, number: int) -> Place | None:
+        own = _encode(self._key(name, owner))
+        before = self._queue_of(
+            name, "DESCEND", limit=1, keys_only=True, max_create_revision=number - 1
+        )
+        answer = self._ask(
+            "kv/txn",
+            {
+                "compare": [{"key": own, "target": "CREATE", "create_revision": number}],
+                "success": [_range(before), _range(self._queue_of(name, "ASCEND", limit=1))],
+            },
+        )
+        if not answer.get("succeeded"):
+            return None
+        ahead, first = map(_entries, answer["responses"])
+        return Place(number, ahead[0]["key"] if ahead else None, _held(first))
+
+    def watch(self, name: str, owner: str, place: Place, watch: Watch) -> None:
+        # Without start_revision: etcd serves a watch from a past revision every 100 ms only.
+        wanted = {"create_request": {"key": place.ahead, "filters": ["NOPUT"]}}
+
+        def note(stop: Any) -> None:
+            watch.stop = stop
+
+        for line in self._nodes.stream("POST", "/v3/watch", wanted, watch.seconds, note):
+            result = json.loads(line).get("result", {})
+            if result.get("created"):
+                # It may have gone before the watch began.
+                found = self.look(name, owner, place.number)
+                if found is None or found.ahead != place.ahead:
+                    return
+            elif result.get("events") or result.get("canceled"):
+                return
+
+    def leave(self, name: str, owner: str) -> bool:
+        key = _encode(self._key(name, owner))
+        return int(self._ask("kv/deleterange", {"key": key}).get("deleted", 0)) > 0
+
+    def entries(self, session: int, names: Mapping[str, str]) -> Mapping[str, str]:
+        answer = self._ask("lease/timetolive", {"ID": session, "keys": True})
+        keys = (_decode(key)[len(self._prefix) :] for key in answer.get("keys", []))
+        parts = (key.rpartition("\0") for key in keys)
+        return {owner: name for name, _, owner in parts}
+
+    def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
+        found: dict[str, Held] = {}
+        with self._asking("look up locks"):
+            for start in range(0, len(names), LOOKED_UP):
+                some = names[start : start + LOOKED_UP]
+                asked = [_range(self._queue_of(name, "ASCEND", limit=1)) for name in some]
+                answer = self._ask("kv/txn", {"success": asked})
+                for name, each in zip(some, answer["responses"], strict=True):
+                    if first := _entries(each):
+                        count = int(each["response_range"].get("count", 1))
+                        found[name] = _held(first)._replace(waiting=count - 1)
+        return found
+
+    # Requests
+
+    def _ask(self, what: str, body: object, allowed: str = "") -> Any:
+        """Return the answer's body; raise for an error other than `allowed`."""
+        answer = self._send(what, body)
+        if answer.status == 200 or (allowed and allowed in _message(answer)):
+            return answer.body
+        raise _refused(answer)
+
+    def _send(self, what: str, body: object) -> Answer:
+        answer = self._nodes.ask("POST", f"/v3/{what}", body)
+        if self._user and answer.status in (400, 401) and _wants_token(answer):
+            name, password = self._user
+            given = self._nodes.ask(
+                "POST", "/v3/auth/authenticate", {"name": name, "password": password}
+            )
+            if given.status != 200:
+                raise _refused(given)
+            self._nodes.headers["Authorization"] = given.body["token"]
+            answer = self._nodes.ask("POST", f"/v3/{what}", body)
+        return answer
+
+    # Problems
+
+    @classmethod
+    def problems(cls, config: AliasConfig) -> Iterator[Problem]:
+        yield from super().problems(config)
+        yield from location_problems(config, PORT, FORM)
+
+    def check(self) -> Iterator[Problem]:
+        try:
+            yield from self._server_problems()
+        except NodesFailed as exc:
+            remedy = "Start the server, or correct the settings of the alias."
+            yield Problem("E013", str(self.unavailable("answer", exc)), remedy)
+
+    def _server_problems(self) -> Iterator[Problem]:
+        where = f"The etcd of {self.config.where()}"
+        status = self._ask("maintenance/status", {})
+        yield ok(f"{where} is etcd {status.get('version', 'of an unknown version')}.")
+        if errors := status.get("errors"):
+            what = f"{where} reports {', '.join(errors)}."
+            yield Problem("W050", what, "With NOSPACE: compact, defragment, then disarm the alarm.")
+        if (size := int(status.get("dbSize", 0))) > LARGE:
+            what = f"{where} has {size / 2**20:.0f} MiB; at 2048 by default, it refuses all writes."
+            yield Problem("W050", what, "Compact and defragment it, or raise quota-backend-bytes.")
+        first = {"key": _encode(self._prefix), "revision": 1}
+        newest = int(status["header"]["revision"])
+        if newest > MANY and "compacted" not in _message(self._send("kv/range", first)):
+            what = (
+                f"{where} was never compacted in {newest:,} revisions: each lock leaves 231 bytes."
+            )
+            yield Problem("W051", what, "Start it with --auto-compaction-retention=1h.")
+
+
+def _encode(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _decode(text: str) -> str:
+    return base64.b64decode(text).decode()
+
+
+def _range(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    return {"request_range": wanted}
+
+
+def _entries(response: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the keys of one response of a transaction."""
+    return list(response.get("response_range", {}).get("kvs", []))
+
+
+def _held(first: Sequence[Mapping[str, str]]) -> Held:
+    if not first:
+        return Held()
+    owner = _decode(first[0]["key"]).rpartition("\0")[2]
+    return Held(owner, _decode(first[0].get("value", "")), int(first[0]["create_revision"]))
+
+
+def _message(answer: Answer) -> str:
+    body = answer.body
+    return str(body.get("message") or body.get("error") if isinstance(body, dict) else body)
+
+
+def _refused(answer: Answer) -> NodesFailed:
+    if answer.status == 404:
+        return NodesFailed("it has no JSON gateway: etcd 3.4 or newer, and enable-grpc-gateway")
+    return NodesFailed(f"{_message(answer)} (status {answer.status})")
+
+
+def _wants_token(answer: Answer) -> bool:
+    return any(text in _message(answer) for text in ("invalid auth token", "user name is empty"))
