@@ -19,6 +19,7 @@ from tests.backends import BACKENDS
 from tests.browser import Browser
 from tests.servers import (
     Clock,
+    Etcd,
     MariaDB,
     PgBouncer,
     Postgres,
@@ -196,6 +197,7 @@ mariadb = _shared(shared.mariadb)
 #: It pools transactions of the shared PostgreSQL.
 pgbouncer = _shared(shared.pgbouncer)
 rabbitmq = _shared(shared.rabbitmq)
+shared_etcd = _shared(shared.etcd)
 
 
 @pytest.fixture(scope="session")
@@ -218,6 +220,16 @@ def _own(launch: Callable[..., Server], find: Callable[[], Any]) -> Any:
     return make
 
 
+def _own_cluster(launch: Callable[..., list[Any]], find: Callable[[], Any]) -> Any:
+    @pytest.fixture
+    def make(closing: Callable[[Server], Any]) -> Callable[..., list[Any]]:
+        return lambda *arguments, **options: [
+            closing(node) for node in launch(_optional(find), *arguments, **options)
+        ]
+
+    return make
+
+
 make_postgres = _own(Postgres.launch, finding.postgres)
 make_redis = _own(Redis.launch, finding.redis)
 make_valkey = _own(Redis.launch, finding.valkey)
@@ -225,6 +237,8 @@ make_mariadb = _own(MariaDB.launch, finding.mariadb)
 #: In front of a PostgreSQL.
 make_pgbouncer = _own(PgBouncer.launch, finding.pgbouncer)
 make_rabbitmq = _own(RabbitMQ.launch, finding.rabbitmq)
+make_etcd = _own(Etcd.launch, finding.etcd)
+make_etcd_cluster = _own_cluster(Etcd.launch_cluster, finding.etcd)
 
 
 @pytest.fixture

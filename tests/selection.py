@@ -15,7 +15,8 @@ import pytest
 from tests.conftest import SKIPPED, aliases
 
 _SERVER = re.compile(
-    r"^(make_|shared_|some_)?(postgres|redis|valkey|mariadb|pgbouncer|rabbitmq|browser|worker|broker)"
+    r"^(make_|shared_|some_)?(postgres|redis|valkey|mariadb|pgbouncer|rabbitmq|browser|worker|broker"
+    r"|etcd|zookeeper|consul|dynamodb|mysql|redlock)"
 )
 #: What a test that asks for a server in its body has in its module.
 _ASKS = re.compile(r"getfixturevalue|\bshared\.\w+\(\)|\bfinding\.\w+\(\)|\.launch\(")

@@ -3,12 +3,15 @@ Real servers for the tests, on loopback, in temp directories, gone when the test
 
 ``shared`` has one of each for all tests of a process, started when first asked for. The classes
 start private ones, which a test may kill, pause and restart. ``Proxy`` is a network that fails.
-Programs come from the system, else from wheels (``finding``); FENCEDLOCK_TEST_POSTGRES_URL,
-_REDIS_URL, _VALKEY_URL, _MARIADB_URL and _RABBITMQ_URL name servers to use instead of the shared
-ones. What such a server holds may get deleted.
+Programs come from the system, else from wheels, else from what ``python -m tests.servers fetch``
+has downloaded (``finding``). FENCEDLOCK_TEST_POSTGRES_URL, _REDIS_URL, _VALKEY_URL, _MARIADB_URL,
+_RABBITMQ_URL, _ETCD_URL, _ZOOKEEPER_URL, _CONSUL_URL, _DYNAMODB_URL and _MYSQL_URL name servers to
+use instead of the shared ones. What such a server holds may get deleted.
 """
 
+from .certificates import Authority
 from .clock import Clock
+from .etcd import Etcd
 from .finding import ServerMissing
 from .mariadb import MariaDB
 from .pgbouncer import PgBouncer
@@ -17,11 +20,13 @@ from .process import stop_everything
 from .proxy import Proxy
 from .rabbitmq import RabbitMQ
 from .redis import Command, Redis
-from .server import Server, ServerNotOurs
+from .server import Server, ServerNotOurs, start_together
 
 __all__ = [
+    "Authority",
     "Clock",
     "Command",
+    "Etcd",
     "MariaDB",
     "PgBouncer",
     "Postgres",
@@ -31,5 +36,6 @@ __all__ = [
     "Server",
     "ServerMissing",
     "ServerNotOurs",
+    "start_together",
     "stop_everything",
 ]

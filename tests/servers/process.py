@@ -124,6 +124,9 @@ class Process:
         place = self._command.index(option)
         del self._command[place : place + 1 + values]
 
+    def set_option(self, option: str, value: str) -> None:
+        self._command[self._command.index(option) + 1] = value
+
     def start(self) -> None:
         user = workspace.server_user()
         uid, gid = (os.getuid(), os.getgid()) if self._ours else (user.pw_uid, user.pw_gid)

@@ -1,5 +1,9 @@
 """What all servers have in common."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 from .clock import Clock
 from .process import Process
 
@@ -34,6 +38,14 @@ class Server:
             )
         return self._process
 
+    def answers(self) -> bool:
+        raise NotImplementedError
+
+    def as_process(self, command: Sequence[object], directory: Path) -> Process:
+        """Return the process that runs this server, which is ready when it answers."""
+        # A cluster elects a leader first, and Java starts slowly on a busy machine.
+        return Process(command, directory, lambda process: self.answers(), patience=60)
+
     def start(self) -> None:
         self.process.start()
 
@@ -62,3 +74,16 @@ class Server:
     def close(self) -> None:
         if self.can_kill:
             self.process.quit()
+
+
+def start_together(servers: Sequence[Server]) -> None:
+    """Start the nodes of a cluster: none of them answers before most of them run."""
+    with ThreadPoolExecutor(len(servers)) as pool:
+        starting = [pool.submit(server.start) for server in servers]
+    try:
+        for each in starting:
+            each.result()
+    except BaseException:
+        for server in servers:
+            server.close()
+        raise

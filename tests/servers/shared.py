@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import finding
+from .etcd import Etcd
 from .finding import ServerMissing
 from .mariadb import MariaDB
 from .pgbouncer import PgBouncer
@@ -64,6 +65,10 @@ def pgbouncer() -> PgBouncer:
 
 def rabbitmq() -> RabbitMQ:
     return _shared("rabbitmq", RabbitMQ, lambda: RabbitMQ.launch(finding.rabbitmq()))
+
+
+def etcd() -> Etcd:
+    return _shared("etcd", Etcd, lambda: Etcd.launch(finding.etcd()))
 
 
 def _shared(name: str, at: Callable[[str], Any] | None, launch: Callable[[], Any]) -> Any:

@@ -7,6 +7,7 @@ import os
 import pwd
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 _PREFIX = "fencedlock-run-"
@@ -59,6 +60,26 @@ def cache_directory() -> Path:
         raise PermissionError(f"{directory} belongs to another user. Remove it, or set TMPDIR.")
     directory.chmod(0o755)
     return directory
+
+
+def cached(key: str, fill: Callable[[Path], None]) -> Path:
+    """Return a directory of the cache; if there is none, fill one."""
+    target = cache_directory() / key
+    if not target.exists():
+        # Filled under another name: other processes see all of it or nothing.
+        filling = target.with_name(f"{key}.{os.getpid()}")
+        filling.mkdir(mode=0o755)
+        try:
+            fill(filling)
+            filling.chmod(0o755)
+            filling.rename(target)
+        except OSError:
+            # Another process was faster.
+            if not target.exists():
+                raise
+        finally:
+            shutil.rmtree(filling, ignore_errors=True)
+    return target
 
 
 def _lock(directory: Path) -> None:
