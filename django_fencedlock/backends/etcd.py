@@ -79,44 +79,35 @@ class EtcdBackend(QueuedBackend):
         return {**whole, "sort_target": "CREATE", "sort_order": order, **more}
 
     def enter(self, session: int, claim: Claim, alone: bool) -> Place | Held:
-        own, whole = _encode(self._key(claim.name, claim.owner)), self._queue_of(claim.name, "NONE")
+        own = _encode(self._key(claim.name, claim.owner))
+        whole = self._queue_of(claim.name, "NONE")
         tested = {key: whole[key] for key in ("key", "range_end")} if alone else {"key": own}
-        answer = self._send(
-            "kv/txn",
-            {
-                "compare": [{**tested, "target": "CREATE", "create_revision": "0"}],
-                "success": [
-                    {
-                        "request_put": {
-                            "key": own,
-                            "value": _encode(claim.identity),
-                            "lease": session,
-                        }
-                    },
-                    _range(self._queue_of(claim.name, "DESCEND", limit=2, keys_only=True)),
-                    _range(self._queue_of(claim.name, "ASCEND", limit=1)),
-                ],
-                "failure": [
-                    _range({"key": own}),
-                    _range(self._queue_of(claim.name, "ASCEND", limit=1)),
-                ],
-            },
-        )
+        put = {"key": own, "value": _encode(claim.identity), "lease": session}
+        last_two = self._queue_of(claim.name, "DESCEND", limit=2, keys_only=True)
+        first = self._queue_of(claim.name, "ASCEND", limit=1)
+        request = {
+            "compare": [{**tested, "target": "CREATE", "create_revision": "0"}],
+            "success": [{"request_put": put}] + [_range(last_two)] * (not alone),
+            "failure": [_range({"key": own, "keys_only": True}), _range(first)],
+        }
+        answer = self._send("kv/txn", request)
         if answer.status != 200:
             if "requested lease not found" in _message(answer):
                 raise SessionGone
             raise _refused(answer)
-        *_, entries, first = map(_entries, answer.body["responses"])
-        if answer.body.get("succeeded"):
-            number = int(answer.body["header"]["revision"])
-            ahead = entries[1]["key"] if len(entries) > 1 else None
-            return Place(number, ahead, _held(first), answer.is_repeated)
-        if entries:
-            # A request that was sent twice, or a claim.
-            number = int(entries[0]["create_revision"])
-            place = self.look(claim.name, claim.owner, number)
-            return place._replace(is_repeated=True) if place else _held(first)
-        return _held(first)
+        found = [_entries(each) for each in answer.body["responses"]]
+        if not answer.body.get("succeeded"):
+            entries, firsts = found
+            # Its own entry: the request was sent before.
+            number, is_repeated = int(entries[0]["create_revision"]) if entries else 0, True
+            held = _held(firsts)
+        else:
+            number, is_repeated = int(answer.body["header"]["revision"]), answer.is_repeated
+            held = Held()
+            if alone or len(found[1]) == 1:
+                return Place(number, None, held, is_repeated)
+        place = self.look(claim.name, claim.owner, number) if number else None
+        return place._replace(is_repeated=is_repeated) if place else held
 
     def look(self, name: str, owner: str, number: int) -> Place | None:
         own = _encode(self._key(name, owner))
