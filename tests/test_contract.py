@@ -17,7 +17,7 @@ from django_fencedlock.test.contract import (
     OutageContract,
     WaitingContract,
 )
-from tests.backends import DATABASE, POSTGRES, REDIS
+from tests.backends import DATABASE, ETCD, POSTGRES, REDIS
 from tests.servers import shared
 
 pytestmark = pytest.mark.slow
@@ -112,6 +112,31 @@ class TestRedis(OnRedis):
 @real("default", "postgres")
 class TestValkey(OnRedis):
     server = staticmethod(shared.valkey)
+
+
+class Queued(Configured, LockContract, WaitingContract):
+    """For backends of the queue recipe."""
+
+    counts_tokens = False
+    left_to_holder = False
+    # A session can't be made longer.
+    renewed_ttl = 20.0
+
+    def interrupt_holder(self, lease):
+        self.pause_holder(lease)
+        self.service.backend.end(lease.grant.handle.session.id)
+
+    def waiters(self, name):
+        held = self.service.backend.holders([name])
+        return held[name].waiting if held else 0
+
+
+@real("default", "postgres")
+class TestEtcd(Queued):
+    @classmethod
+    def fencedlock(cls):
+        location = {"LOCATION": shared.etcd().url, "KEY_PREFIX": "contract/"}
+        return {"BACKEND": ETCD, "FENCE_DATABASE": "postgres", **location}
 
 
 # Unavailable services

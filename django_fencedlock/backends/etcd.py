@@ -12,7 +12,7 @@ from ..conf import AliasConfig, Problem
 from ..problems import ok
 from .http import TLS_OPTIONS, Answer, HttpNodes, NodesFailed, credentials, location_problems
 from .interface import Claim, Held
-from .queued import Place, QueuedBackend, SessionGone, Watch
+from .queued import Place, QueuedBackend, SessionGone, Watch, describe_claim, read_entry
 
 PORT = 2379
 FORM = (
@@ -82,7 +82,7 @@ class EtcdBackend(QueuedBackend):
         own = _encode(self._key(claim.name, claim.owner))
         whole = self._queue_of(claim.name, "NONE")
         tested = {key: whole[key] for key in ("key", "range_end")} if alone else {"key": own}
-        put = {"key": own, "value": _encode(claim.identity), "lease": session}
+        put = {"key": own, "value": _encode(describe_claim(claim)), "lease": session}
         last_two = self._queue_of(claim.name, "DESCEND", limit=2, keys_only=True)
         first = self._queue_of(claim.name, "ASCEND", limit=1)
         request = {
@@ -242,7 +242,7 @@ def _held(first: Sequence[Mapping[str, str]]) -> Held:
     if not first:
         return Held()
     owner = _decode(first[0]["key"]).rpartition("\0")[2]
-    return Held(owner, _decode(first[0].get("value", "")), int(first[0]["create_revision"]))
+    return read_entry(owner, _decode(first[0].get("value", "")), int(first[0]["create_revision"]))
 
 
 def _message(answer: Answer) -> str:

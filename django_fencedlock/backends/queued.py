@@ -62,6 +62,16 @@ class Entry(NamedTuple):
     number: int
 
 
+def describe_claim(claim: Claim) -> str:
+    """Return what is stored in an entry: whether the lock is fenced, and who the owner is."""
+    return f"{int(claim.fenced)}{claim.identity}"
+
+
+def read_entry(owner: str, text: str, number: int, waiting: int | None = None) -> Held:
+    """Describe the owner of an entry."""
+    return Held(owner, text[1:], number if text[:1] == "1" else None, waiting=waiting)
+
+
 def _do_nothing() -> None:
     pass
 

@@ -32,6 +32,10 @@ class Contract:
 
     #: The alias in ``FENCEDLOCK`` of the tested backend.
     alias = "default"
+    #: Whether the tokens of a lock are 1, 2, 3 and so on. Otherwise they only rise.
+    counts_tokens = True
+    #: A ttl that a lease of 30 s can be renewed to.
+    renewed_ttl = 300.0
     #: Seconds that any step may take longer on a busy machine.
     slack = 20.0
 
@@ -115,6 +119,15 @@ class Contract:
     def one_writer(self) -> bool:
         """Return whether an open transaction that wrote blocks all other grants."""
         return connections[self.database].vendor == "sqlite"
+
+    def is_next(self, token: int, former: int = 0, grants: int = 1) -> bool:
+        """Return whether `token` may be of the grant that came so many `grants` after `former`."""
+        return token == former + grants if self.counts_tokens else token > former
+
+    def in_a_row(self, tokens: list[int], count: int) -> bool:
+        """Return whether these may be the tokens of the first `count` grants of a lock."""
+        whole = range(1, count + 1) if self.counts_tokens else sorted(set(tokens))
+        return tokens == list(whole) and len(tokens) == count
 
     def lock(self, name: str, **terms: Any) -> Lock:
         return lock(name, **{"ttl": LONG, "backend": self.alias, **terms})

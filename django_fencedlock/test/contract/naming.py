@@ -45,9 +45,10 @@ class NameContract(Contract):
         first, second = (f"{odd}{prefix}{odd}" for odd in ODD_NAMES[kind])
         with self.lock(first) as lease:
             assert not self.is_free_for(thread, first)
-            assert (lease.name, lease.token) == (first, 1)
+            assert lease.name == first
+            assert self.is_next(lease.token)
             assert self.is_free_for(thread, second)
-            assert self.recorded(first) == (1, lease.owner_id)
+            assert self.recorded(first) == (lease.token, lease.owner_id)
 
     @pytest.mark.parametrize("character", ["x", "\u00e9", "\U0001f512"])
     def test_names_of_200_characters_may_differ_in_the_last(
@@ -55,7 +56,7 @@ class NameContract(Contract):
     ) -> None:
         name = uuid.uuid4().hex.ljust(199, character)
         with self.lock(f"{name}a") as lease:
-            assert lease.token == 1
+            assert self.is_next(lease.token)
             assert not self.is_free_for(thread, f"{name}a")
             assert self.is_free_for(thread, f"{name}b")
 

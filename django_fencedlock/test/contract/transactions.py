@@ -65,7 +65,7 @@ class TransactionContract(Contract):
         with ended_by(self.database, "rollback"), self.lock(name) as first:
             pass
         with self.lock(name) as second:
-            assert second.token == first.token + 1
+            assert self.is_next(second.token, first.token)
 
     def test_a_lock_in_a_transaction_is_held_until_it_ends(
         self, name: str, thread: AnotherThread
