@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: What `core.grants` does: it reads the fence, asks the service, and records by the pair that it read.
+#: What `core.grants` does: it reads the fence, asks the service, and records by the pair it read.
 OURS = "ours"
 #: The same with one rule left out.
 WEAK = ("reads after it asked", "does not ask", "compares the token alone")
@@ -74,9 +74,10 @@ class Model:
                 if after not in before:
                     before[after] = state, words
                     todo.append(after)
-                if after.fence.grant and after.fence.grant < state.fence.grant:
-                    if after.fence != state.durable or "crashes" not in words:
-                        return len(before), [*_way(before, state), words]
+                # A crash takes the fence back as well, but records nothing.
+                is_older = 0 < after.fence.grant < state.fence.grant
+                if is_older and not words.endswith("crashes"):
+                    return len(before), [*_way(before, state), words]
         return len(before), []
 
     def steps(self, now: State) -> Iterator[tuple[str, State]]:

@@ -1,4 +1,4 @@
-"""How grants get their tokens: the order of the steps in `core.grants`, and what each step is for."""
+"""How grants get their tokens: the order of the steps in `core.grants`, and why it matters."""
 
 import pytest
 
