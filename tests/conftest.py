@@ -28,6 +28,7 @@ from tests.servers import (
     Redis,
     Server,
     ServerMissing,
+    ZooKeeper,
     clock,
     finding,
     shared,
@@ -198,6 +199,7 @@ mariadb = _shared(shared.mariadb)
 pgbouncer = _shared(shared.pgbouncer)
 rabbitmq = _shared(shared.rabbitmq)
 shared_etcd = _shared(shared.etcd)
+shared_zookeeper = _shared(shared.zookeeper)
 
 
 @pytest.fixture(scope="session")
@@ -239,6 +241,8 @@ make_pgbouncer = _own(PgBouncer.launch, finding.pgbouncer)
 make_rabbitmq = _own(RabbitMQ.launch, finding.rabbitmq)
 make_etcd = _own(Etcd.launch, finding.etcd)
 make_etcd_cluster = _own_cluster(Etcd.launch_cluster, finding.etcd)
+make_zookeeper = _own(ZooKeeper.launch, finding.zookeeper)
+make_zookeeper_cluster = _own_cluster(ZooKeeper.launch_cluster, finding.zookeeper)
 
 
 @pytest.fixture

@@ -50,3 +50,71 @@ class TestEtcd:
             has_value(etcd)
         etcd.tls = Authority()
         assert not etcd.answers()
+
+
+def names(node, **options):
+    """Return what the root of ZooKeeper's tree has, as a client sees it."""
+    pytest.importorskip("kazoo.client")
+    client = node.client(**options)
+    try:
+        client.start(timeout=3)
+        return set(client.get_children("/")) - {"zookeeper"}
+    finally:
+        client.stop()
+        client.close()
+
+
+def create(node, path):
+    client = node.client()
+    client.start(timeout=5)
+    client.create(path)
+    client.stop()
+    client.close()
+
+
+class TestZooKeeper:
+    def test_it_keeps_its_data_until_it_starts_empty(self, make_zookeeper):
+        zookeeper = make_zookeeper()
+        assert not names(zookeeper)
+        create(zookeeper, "/key")
+        zookeeper.kill()
+        assert not zookeeper.answers()
+        zookeeper.start()
+        assert zookeeper.is_leader()
+        assert names(zookeeper) == {"key"}
+        zookeeper.stop()
+        zookeeper.start(empty=True)
+        assert not names(zookeeper)
+
+    def test_the_shared_one_can_be_emptied(self, shared_zookeeper):
+        pytest.importorskip("kazoo.client")
+        create(shared_zookeeper, "/key")
+        shared_zookeeper.empty()
+        assert not names(shared_zookeeper)
+
+    def test_a_node_that_lost_its_data_gets_it_from_the_others(self, make_zookeeper_cluster):
+        nodes = make_zookeeper_cluster()
+        assert not names(nodes[0])
+        create(nodes[0], "/key")
+        leader = next(node for node in nodes if node.is_leader())
+        leader.kill()
+        leader.start(empty=True)
+        assert names(leader, hosts=leader.url) == {"key"}
+        assert sum(node.is_leader() for node in nodes) == 1
+
+    def test_clients_need_a_certificate(self, make_zookeeper):
+        zookeeper = make_zookeeper(tls=Authority())
+        assert not names(zookeeper)
+        zookeeper.tls = Authority()
+        with pytest.raises(Exception, match="time-out"):
+            names(zookeeper)
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_clients_need_a_password(self, make_zookeeper):
+        pytest.importorskip("puresasl")
+        exceptions = pytest.importorskip("kazoo.exceptions")
+        zookeeper = make_zookeeper(login=("user", "password"))
+        assert not names(zookeeper)
+        zookeeper.login = ("user", "wrong")
+        with pytest.raises(exceptions.KazooException):
+            names(zookeeper)

@@ -21,6 +21,7 @@ from .proxy import Proxy
 from .rabbitmq import RabbitMQ
 from .redis import Command, Redis
 from .server import Server, ServerNotOurs, start_together
+from .zookeeper import ZooKeeper
 
 __all__ = [
     "Authority",
@@ -36,6 +37,7 @@ __all__ = [
     "Server",
     "ServerMissing",
     "ServerNotOurs",
+    "ZooKeeper",
     "start_together",
     "stop_everything",
 ]

