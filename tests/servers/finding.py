@@ -160,6 +160,11 @@ def etcd() -> Found:
 
 
 @functools.cache
+def consul() -> Found:
+    return _with_fetched("consul", "consul", "usr/bin/consul", "Consul")
+
+
+@functools.cache
 def java() -> Found:
     for path in _system("java"):
         return _found("java", path, "the system")
@@ -210,6 +215,7 @@ FINDERS: dict[str, Callable[[], Found]] = {
     "rabbitmq": rabbitmq,
     "etcd": etcd,
     "zookeeper": zookeeper,
+    "consul": consul,
     "chromium": chromium,
     "chromedriver": chromedriver,
 }

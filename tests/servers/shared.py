@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import finding
+from .consul import Consul
 from .etcd import Etcd
 from .finding import ServerMissing
 from .mariadb import MariaDB
@@ -74,6 +75,10 @@ def etcd() -> Etcd:
 
 def zookeeper() -> ZooKeeper:
     return _shared("zookeeper", ZooKeeper, lambda: ZooKeeper.launch(finding.zookeeper()))
+
+
+def consul() -> Consul:
+    return _shared("consul", Consul, lambda: Consul.launch(finding.consul()))
 
 
 def _shared(name: str, at: Callable[[str], Any] | None, launch: Callable[[], Any]) -> Any:
