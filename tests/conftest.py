@@ -20,6 +20,7 @@ from tests.browser import Browser
 from tests.servers import (
     Clock,
     Consul,
+    DynamoDB,
     Etcd,
     MariaDB,
     PgBouncer,
@@ -202,6 +203,7 @@ rabbitmq = _shared(shared.rabbitmq)
 shared_etcd = _shared(shared.etcd)
 shared_zookeeper = _shared(shared.zookeeper)
 shared_consul = _shared(shared.consul)
+shared_dynamodb = _shared(shared.dynamodb)
 
 
 @pytest.fixture(scope="session")
@@ -247,6 +249,7 @@ make_zookeeper = _own(ZooKeeper.launch, finding.zookeeper)
 make_zookeeper_cluster = _own_cluster(ZooKeeper.launch_cluster, finding.zookeeper)
 make_consul = _own(Consul.launch, finding.consul)
 make_consul_cluster = _own_cluster(Consul.launch_cluster, finding.consul)
+make_dynamodb = _own(DynamoDB.launch, finding.dynamodb)
 
 
 @pytest.fixture

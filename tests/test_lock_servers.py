@@ -169,3 +169,45 @@ class TestConsul:
             has_key(consul)
         consul.tls = Authority()
         assert not consul.answers()
+
+
+TABLE = {
+    "TableName": "locks",
+    "KeySchema": [{"AttributeName": "name", "KeyType": "HASH"}],
+    "AttributeDefinitions": [{"AttributeName": "name", "AttributeType": "S"}],
+    "BillingMode": "PAY_PER_REQUEST",
+}
+
+
+def tables(server):
+    return server.request("ListTables")["TableNames"]
+
+
+class TestDynamoDB:
+    @pytest.mark.parametrize("durable", [False, True])
+    def test_it_keeps_its_data_if_it_is_durable(self, make_dynamodb, durable):
+        dynamodb = make_dynamodb(durable=durable)
+        dynamodb.request("CreateTable", TABLE)
+        assert tables(dynamodb) == ["locks"]
+        dynamodb.kill()
+        assert not dynamodb.answers()
+        dynamodb.start()
+        assert tables(dynamodb) == (["locks"] if durable else [])
+
+    def test_the_shared_one_can_be_emptied(self, shared_dynamodb):
+        shared_dynamodb.empty()
+        shared_dynamodb.request("CreateTable", TABLE)
+        shared_dynamodb.empty()
+        assert tables(shared_dynamodb) == []
+
+    def test_a_refused_condition_tells_what_the_item_is(self, shared_dynamodb):
+        shared_dynamodb.empty()
+        shared_dynamodb.request("CreateTable", TABLE)
+        put = {"TableName": "locks", "Item": {"name": {"S": "x"}}}
+        put["ConditionExpression"] = "attribute_not_exists(#n)"
+        put["ExpressionAttributeNames"] = {"#n": "name"}
+        put["ReturnValuesOnConditionCheckFailure"] = "ALL_OLD"
+        shared_dynamodb.request("PutItem", put)
+        with pytest.raises(HTTPError) as refused:
+            shared_dynamodb.request("PutItem", put)
+        assert b'"Item"' in refused.value.read()

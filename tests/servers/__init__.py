@@ -12,6 +12,7 @@ use instead of the shared ones. What such a server holds may get deleted.
 from .certificates import Authority
 from .clock import Clock
 from .consul import Consul
+from .dynamodb import DynamoDB
 from .etcd import Etcd
 from .finding import ServerMissing
 from .mariadb import MariaDB
@@ -29,6 +30,7 @@ __all__ = [
     "Clock",
     "Command",
     "Consul",
+    "DynamoDB",
     "Etcd",
     "MariaDB",
     "PgBouncer",

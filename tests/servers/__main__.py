@@ -20,6 +20,7 @@ _FINDERS = {
     "java": finding.java,
     "zookeeper": finding.zookeeper,
     "consul": finding.consul,
+    "dynamodb": finding.dynamodb,
 }
 
 

@@ -165,6 +165,11 @@ def consul() -> Found:
 
 
 @functools.cache
+def dynamodb() -> Found:
+    return _with_fetched("dynamodb", "dynoxide", "package/dynoxide", "A DynamoDB emulator")
+
+
+@functools.cache
 def java() -> Found:
     for path in _system("java"):
         return _found("java", path, "the system")
@@ -216,6 +221,7 @@ FINDERS: dict[str, Callable[[], Found]] = {
     "etcd": etcd,
     "zookeeper": zookeeper,
     "consul": consul,
+    "dynamodb": dynamodb,
     "chromium": chromium,
     "chromedriver": chromedriver,
 }

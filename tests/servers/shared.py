@@ -7,6 +7,7 @@ from typing import Any
 
 from . import finding
 from .consul import Consul
+from .dynamodb import DynamoDB
 from .etcd import Etcd
 from .finding import ServerMissing
 from .mariadb import MariaDB
@@ -79,6 +80,10 @@ def zookeeper() -> ZooKeeper:
 
 def consul() -> Consul:
     return _shared("consul", Consul, lambda: Consul.launch(finding.consul()))
+
+
+def dynamodb() -> DynamoDB:
+    return _shared("dynamodb", DynamoDB, lambda: DynamoDB.launch(finding.dynamodb()))
 
 
 def _shared(name: str, at: Callable[[str], Any] | None, launch: Callable[[], Any]) -> Any:
