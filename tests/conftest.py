@@ -19,6 +19,8 @@ from tests.backends import BACKENDS
 from tests.browser import Browser
 from tests.servers import (
     Clock,
+    Consul,
+    DynamoDB,
     Etcd,
     MariaDB,
     PgBouncer,
@@ -28,6 +30,7 @@ from tests.servers import (
     Redis,
     Server,
     ServerMissing,
+    ZooKeeper,
     clock,
     finding,
     shared,
@@ -198,6 +201,9 @@ mariadb = _shared(shared.mariadb)
 pgbouncer = _shared(shared.pgbouncer)
 rabbitmq = _shared(shared.rabbitmq)
 shared_etcd = _shared(shared.etcd)
+shared_zookeeper = _shared(shared.zookeeper)
+shared_consul = _shared(shared.consul)
+shared_dynamodb = _shared(shared.dynamodb)
 
 
 @pytest.fixture(scope="session")
@@ -239,6 +245,11 @@ make_pgbouncer = _own(PgBouncer.launch, finding.pgbouncer)
 make_rabbitmq = _own(RabbitMQ.launch, finding.rabbitmq)
 make_etcd = _own(Etcd.launch, finding.etcd)
 make_etcd_cluster = _own_cluster(Etcd.launch_cluster, finding.etcd)
+make_zookeeper = _own(ZooKeeper.launch, finding.zookeeper)
+make_zookeeper_cluster = _own_cluster(ZooKeeper.launch_cluster, finding.zookeeper)
+make_consul = _own(Consul.launch, finding.consul)
+make_consul_cluster = _own_cluster(Consul.launch_cluster, finding.consul)
+make_dynamodb = _own(DynamoDB.launch, finding.dynamodb)
 
 
 @pytest.fixture

