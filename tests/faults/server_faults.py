@@ -14,7 +14,9 @@ from .nemesis import OPEN, Fault, Lab
 
 ON_POSTGRES = ("rows", "postgres", "redis", "valkey")
 ON_REDIS = ("redis", "valkey")
-PROXIED = ("rows", "postgres", "mariadb", "redis", "valkey")
+WITH_LEADER = ("etcd",)
+ON_NODES = WITH_LEADER
+PROXIED = ("rows", "postgres", "mariadb", "redis", "valkey", *ON_NODES)
 #: No takeover and no rejection is expected: no client outlives its lease unnoticed.
 BARE = {"injections": 2}
 UNANSWERED = {"injections": 2, "unknown": 2}
@@ -97,6 +99,41 @@ def fail_over(lab: Lab) -> None:
         site.redis_proxy.retarget(replica.host, replica.port)
         old.kill()
         site.redis_proxy.cut()
+    lab.sleep(0.5, 1.5)
+
+
+# Services of several nodes
+
+
+def kill_leader(lab: Lab) -> None:
+    lab.await_holder()
+    leader = lab.site.leader
+    lab.note("kill leader")
+    leader.kill()
+    lab.sleep(1, 3)
+    leader.start()
+    lab.sleep(0.5, 1.5)
+
+
+def lose_quorum(lab: Lab) -> None:
+    """Pause most nodes: nothing is granted or renewed."""
+    nodes = lab.site.nodes
+    with _while_holding(lab), contextlib.ExitStack() as stack:
+        lab.note("lose quorum")
+        for node in lab.random.sample(nodes, len(nodes) // 2 + 1):
+            node.pause()
+            stack.callback(node.resume)
+        lab.sleep(1, 2.5)
+    lab.sleep(0.5, 1.5)
+
+
+def empty_node(lab: Lab) -> None:
+    """Restart one node without its data."""
+    node = lab.random.choice(lab.site.nodes)
+    with _while_holding(lab):
+        lab.note("empty node")
+        node.kill()
+        lab.site.start_empty(node)
     lab.sleep(0.5, 1.5)
 
 
@@ -259,6 +296,9 @@ SERVER_FAULTS = (
     Fault("full-file", fill_file, ON_REDIS, UNANSWERED, forgets=True, missing=_no_prlimit),
     Fault("restart-redis", restart_redis, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
     Fault("fail-over", fail_over, ON_REDIS, TAKEN, forgets=True, far="all"),
+    Fault("kill-leader", kill_leader, WITH_LEADER, UNANSWERED, forgets=True),
+    Fault("lose-quorum", lose_quorum, ON_NODES, UNANSWERED, forgets=True),
+    Fault("empty-node", empty_node, ON_NODES, {"injections": 2}, forgets=True),
     Fault(
         "restart-database", restart_database, (*ON_POSTGRES, "mariadb"), UNANSWERED, forgets=True
     ),

@@ -5,8 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.backends import DATABASE, POSTGRES, REDIS
-from tests.servers import Clock, MariaDB, PgBouncer, Postgres, Proxy, Redis, Server, finding
+from tests.backends import DATABASE, ETCD, POSTGRES, REDIS
+from tests.servers import (
+    Clock,
+    Etcd,
+    MariaDB,
+    PgBouncer,
+    Postgres,
+    Proxy,
+    Redis,
+    Server,
+    finding,
+)
 
 TIMEOUT = 1.0
 
@@ -45,7 +55,7 @@ class Site:
     def options(self) -> dict[str, Any]:
         return {}
 
-    def location(self, far: bool) -> dict[str, str]:
+    def location(self, far: bool) -> dict[str, Any]:
         return {}
 
     @property
@@ -218,6 +228,48 @@ class OnValkey(OnRedis):
     _find = staticmethod(finding.valkey)
 
 
+class OnNodes(OnPostgres):
+    """Leases at a service of three nodes, fences in a PostgreSQL."""
+
+    _find: Callable[[], finding.Found]
+
+    def start(self) -> None:
+        super().start()
+        self.nodes: list[Any] = [self._keep(node) for node in self.launch()]
+        self.ways = [self._proxy(node.host, node.port) for node in self.nodes]
+
+    def launch(self) -> list[Any]:
+        raise NotImplementedError
+
+    @property
+    def leader(self) -> Any:
+        return next((node for node in self.nodes if node.is_leader()), self.nodes[0])
+
+    def location(self, far: bool) -> dict[str, Any]:
+        at = [self.address(each) for each in (self.ways if far else self.nodes)]
+        return {"LOCATION": at, "KEY_PREFIX": self.database_name}
+
+    def start_empty(self, node: Any) -> None:
+        node.start(empty=True)
+
+    def address(self, at: Any) -> str:
+        return f"http://{at.host}:{at.port}"
+
+    def versions(self) -> list[str]:
+        return [*super().versions(), str(self._find())]
+
+
+class OnEtcd(OnNodes):
+    """Leases as keys of etcd."""
+
+    name = "etcd"
+    backend = ETCD
+    _find = staticmethod(finding.etcd)
+
+    def launch(self) -> list[Any]:
+        return Etcd.launch_cluster(self._find())
+
+
 class OnMariaDB(Site):
     """Leases as rows of a MariaDB."""
 
@@ -247,6 +299,6 @@ class OnMariaDB(Site):
 
 _ALL: tuple[type[Site], ...] = (
     *(SQLite, PostgresRows, Pooled, OnMariaDB),
-    *(PostgresSessions, OnRedis, OnValkey, Forgetful),
+    *(PostgresSessions, OnRedis, OnValkey, Forgetful, OnEtcd),
 )
 SITES = {site.name: site for site in _ALL}
