@@ -23,6 +23,7 @@ from tests.servers import (
     DynamoDB,
     Etcd,
     MariaDB,
+    MySQL,
     PgBouncer,
     Postgres,
     Proxy,
@@ -204,6 +205,7 @@ shared_etcd = _shared(shared.etcd)
 shared_zookeeper = _shared(shared.zookeeper)
 shared_consul = _shared(shared.consul)
 shared_dynamodb = _shared(shared.dynamodb)
+shared_mysql = _shared(shared.mysql)
 
 
 @pytest.fixture(scope="session")
@@ -250,6 +252,7 @@ make_zookeeper_cluster = _own_cluster(ZooKeeper.launch_cluster, finding.zookeepe
 make_consul = _own(Consul.launch, finding.consul)
 make_consul_cluster = _own_cluster(Consul.launch_cluster, finding.consul)
 make_dynamodb = _own(DynamoDB.launch, finding.dynamodb)
+make_mysql = _own(MySQL.launch, finding.mysql)
 
 
 @pytest.fixture

@@ -211,3 +211,25 @@ class TestDynamoDB:
         with pytest.raises(HTTPError) as refused:
             shared_dynamodb.request("PutItem", put)
         assert b'"Item"' in refused.value.read()
+
+
+class TestMySQL:
+    def test_it_keeps_its_data(self, make_mysql):
+        mysql = make_mysql()
+        mysql.execute("CREATE DATABASE fencedlock")
+        mysql.kill()
+        assert not mysql.answers()
+        mysql.start()
+        ((version,),) = mysql.execute("SELECT VERSION()")
+        assert "MariaDB" not in version
+        assert mysql.execute("SHOW DATABASES LIKE 'fencedlock'")
+
+    def test_the_shared_one_can_be_emptied(self, shared_mysql):
+        shared_mysql.execute("CREATE DATABASE fencedlock")
+        shared_mysql.empty()
+        assert not shared_mysql.execute("SHOW DATABASES LIKE 'fencedlock'")
+
+    def test_its_statements_can_be_counted(self, shared_mysql):
+        with shared_mysql.statements() as statements:
+            shared_mysql.execute("SELECT GET_LOCK('x', 0)")
+        assert statements["SELECT GET_LOCK('x', 0)"] == 1

@@ -16,6 +16,7 @@ from .dynamodb import DynamoDB
 from .etcd import Etcd
 from .finding import ServerMissing
 from .mariadb import MariaDB
+from .mysql import MySQL
 from .pgbouncer import PgBouncer
 from .postgres import Postgres
 from .process import stop_everything
@@ -33,6 +34,7 @@ __all__ = [
     "DynamoDB",
     "Etcd",
     "MariaDB",
+    "MySQL",
     "PgBouncer",
     "Postgres",
     "Proxy",

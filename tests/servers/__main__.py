@@ -21,6 +21,7 @@ _FINDERS = {
     "zookeeper": finding.zookeeper,
     "consul": finding.consul,
     "dynamodb": finding.dynamodb,
+    "mysql": finding.mysql,
 }
 
 

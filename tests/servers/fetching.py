@@ -139,6 +139,7 @@ SOURCES: dict[str, Source] = {
         "1.2.1",
         "sha512-sBHqlxJ9ANkLluFkYRfd5r8Y0ApFew4FhOrlhgRAgD4XzEoFOukEo1nuBTQ1+jTtofqwn4NWQ2k0Tn5mNTjgUg==",
     ),
+    "mysql": Debian("sid", ("mysql-server-core",), needs_libraries=True),
     # The last one that Debian has had.
     "consul": Debian("bullseye", ("consul",)),
     #: A Java that runs ZooKeeper, if the system has none.

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
@@ -170,6 +170,30 @@ def dynamodb() -> Found:
 
 
 @functools.cache
+def mysql() -> Found:
+    """Find a mysqld that isn't MariaDB's."""
+    for path in _system("mysqld"):
+        if "MariaDB" not in _output(path):
+            return _found("mysql", path, "the system")
+    if home := fetching.fetched("mysql"):
+        path = home / "usr/sbin/mysqld"
+        return _found("mysql", path, fetching.ORIGIN, own_loader(path))
+    raise ServerMissing("MySQL", fetching.REMEDY, fetching.failure("mysql"))
+
+
+def own_loader(program: Path) -> list[object]:
+    """
+    Return what a fetched program starts with, to run with the libraries beside it.
+
+    It needs newer ones than the system has. They only work with their own loader.
+    """
+    if workspace.cache_directory() in program.parents:
+        for loader in program.parents[1].glob("lib/*/ld-linux-*"):
+            return [loader, "--library-path", loader.parent]
+    return []
+
+
+@functools.cache
 def java() -> Found:
     for path in _system("java"):
         return _found("java", path, "the system")
@@ -222,18 +246,20 @@ FINDERS: dict[str, Callable[[], Found]] = {
     "zookeeper": zookeeper,
     "consul": consul,
     "dynamodb": dynamodb,
+    "mysql": mysql,
     "chromium": chromium,
     "chromedriver": chromedriver,
 }
 
 
-def _found(name: str, path: Path, origin: str) -> Found:
-    version = re.search(r"\d+(\.\d+)+", _output(path))
+def _found(name: str, path: Path, origin: str, loader: Sequence[object] = ()) -> Found:
+    version = re.search(r"\d+(\.\d+)+", _output(*loader, path))
     return Found(name, path, version[0] if version else "unknown version", origin)
 
 
-def _output(path: Path) -> str:
-    return subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+def _output(*program: object) -> str:
+    command = [*map(str, program), "--version"]
+    return subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def _system(program: str, more: Iterable[Path] = ()) -> Iterator[Path]:

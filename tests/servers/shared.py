@@ -11,6 +11,7 @@ from .dynamodb import DynamoDB
 from .etcd import Etcd
 from .finding import ServerMissing
 from .mariadb import MariaDB
+from .mysql import MySQL
 from .pgbouncer import PgBouncer
 from .postgres import Postgres
 from .rabbitmq import RabbitMQ
@@ -84,6 +85,10 @@ def consul() -> Consul:
 
 def dynamodb() -> DynamoDB:
     return _shared("dynamodb", DynamoDB, lambda: DynamoDB.launch(finding.dynamodb()))
+
+
+def mysql() -> MySQL:
+    return _shared("mysql", MySQL, lambda: MySQL.launch(finding.mysql()))
 
 
 def _shared(name: str, at: Callable[[str], Any] | None, launch: Callable[[], Any]) -> Any:
