@@ -4,7 +4,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from tests.servers import Authority
+from tests.servers import DURABLE, Authority
 from tests.servers.etcd import encode
 from tests.servers.process import wait_until
 
@@ -233,3 +233,20 @@ class TestMySQL:
         with shared_mysql.statements() as statements:
             shared_mysql.execute("SELECT GET_LOCK('x', 0)")
         assert statements["SELECT GET_LOCK('x', 0)"] == 1
+
+
+class TestRedlock:
+    def test_its_nodes_keep_their_data_until_they_start_empty(self, make_redis):
+        node = make_redis(*DURABLE)
+        node.execute("SET", "key", "value")
+        node.kill()
+        node.start()
+        assert node.execute("GET", "key") == "value"
+        node.stop()
+        node.start(empty=True)
+        assert node.execute("GET", "key") is None
+
+    def test_there_are_three(self, shared_redlock):
+        assert len({node.url for node in shared_redlock}) == 3
+        for node in shared_redlock:
+            assert node.info("persistence")["aof_enabled"] == 1
