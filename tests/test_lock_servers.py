@@ -250,3 +250,7 @@ class TestRedlock:
         assert len({node.url for node in shared_redlock}) == 3
         for node in shared_redlock:
             assert node.info("persistence")["aof_enabled"] == 1
+
+    def test_a_child_process_gets_their_addresses(self, shared_redlock, child_environment):
+        addresses = child_environment()["FENCEDLOCK_TEST_REDLOCK_URL"].split(",")
+        assert addresses == [node.url for node in shared_redlock]
