@@ -232,7 +232,10 @@ def apt_with_lists_in(directory: Path) -> list[object]:
         "Dir::Cache::archives": directory / "archives",
         "Dir::Etc::sourcelist": directory / "sources.list",
         "Dir::Etc::sourceparts": "/dev/null",
+        "Dir::Etc::preferences": "/dev/null",
         "Dir::Etc::preferencesparts": "/dev/null",
+        # A machine's own names a suite that isn't in these lists: an error.
+        "APT::Default-Release": "",
         "APT::Update::Error-Mode": "any",
         # The Release file of an old suite has expired.
         "Acquire::Check-Valid-Until": "false",
