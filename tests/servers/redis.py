@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from .finding import Found
 from .process import Process, free_port, wait_until
 from .server import Server
 
+#: Arguments of a server whose data outlives it.
+DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 _END = "end-of-monitor"
 
 
@@ -28,7 +31,11 @@ class Command:
 
 
 class Redis(Server):
-    """A Redis or Valkey without persistence: it loses its data at a restart."""
+    """
+    A Redis or Valkey without persistence: it loses its data at a restart.
+
+    Launched with DURABLE as arguments, it loses nothing, and each write waits for the disk.
+    """
 
     name = "redis"
 
@@ -64,9 +71,15 @@ class Redis(Server):
     def socket(self) -> Path | None:
         return self.directory and self.directory / "socket"
 
-    def start(self) -> None:
+    def start(self, *, empty: bool = False) -> None:
+        """Start the server; with *empty*, as one that has lost all its data."""
         # A primary leaves behind the snapshot that it made for a replica.
-        self.process.log.with_name("dump.rdb").unlink(missing_ok=True)
+        directory = self.process.log.parent
+        (directory / "dump.rdb").unlink(missing_ok=True)
+        if empty:
+            # Redis 6 has the file; later ones have the directory.
+            (directory / "appendonly.aof").unlink(missing_ok=True)
+            shutil.rmtree(directory / "appendonlydir", ignore_errors=True)
         super().start()
 
     def client(self, **options: Any) -> redis.Redis:

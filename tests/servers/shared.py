@@ -11,15 +11,15 @@ from .dynamodb import DynamoDB
 from .etcd import Etcd
 from .finding import ServerMissing
 from .mariadb import MariaDB
+from .mysql import MySQL
 from .pgbouncer import PgBouncer
 from .postgres import Postgres
 from .rabbitmq import RabbitMQ
-from .redis import Redis
-from .server import Server
+from .redis import DURABLE, Redis
 from .zookeeper import ZooKeeper
 
 _lock = threading.RLock()
-_servers: dict[str, Server] = {}
+_servers: dict[str, Any] = {}
 
 
 def url(name: str) -> str | None:
@@ -84,6 +84,19 @@ def consul() -> Consul:
 
 def dynamodb() -> DynamoDB:
     return _shared("dynamodb", DynamoDB, lambda: DynamoDB.launch(finding.dynamodb()))
+
+
+def mysql() -> MySQL:
+    return _shared("mysql", MySQL, lambda: MySQL.launch(finding.mysql()))
+
+
+def redlock() -> list[Redis]:
+    """Return three servers for one lock service, which lose no data."""
+    return _shared(
+        "redlock",
+        lambda urls: [Redis(url) for url in urls.split(",")],
+        lambda: [Redis.launch(finding.redis(), *DURABLE) for _ in range(3)],
+    )
 
 
 def _shared(name: str, at: Callable[[str], Any] | None, launch: Callable[[], Any]) -> Any:
