@@ -4,6 +4,7 @@ DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
 ETCD = "django_fencedlock.backends.etcd.EtcdBackend"
+CONSUL = "django_fencedlock.backends.consul.ConsulBackend"
 
 BACKENDS = {
     "database": {},

@@ -1,0 +1,587 @@
+"""The Consul backend on real servers."""
+
+import contextlib
+import json
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import quote
+
+import pytest
+from django.test import override_settings
+
+from django_fencedlock import conf, lock
+from django_fencedlock.backends.consul import NODE, PORT, WATCHES, ConsulBackend
+from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
+from django_fencedlock.conf import AliasConfig
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.problems import Level
+from django_fencedlock.test.contract import acts
+from django_fencedlock.test.processes import Processes
+from tests.backends import CONSUL
+from tests.scripts import run_python
+from tests.servers.certificates import Authority
+from tests.servers.process import free_port, wait_until
+from tests.test_backend_interface import BackendInterface, claim, grant, take
+from tests.threads import beside
+
+#: Seconds that a busy machine may add to a time limit.
+SLACK = 10.0
+TOKEN = "b1a2c3d4-0000-0000-0000-000000000000"
+NO_TOKEN = "ffffffff-1111-2222-3333-444444444444"
+
+
+def config_of(*urls, prefix=None, ttl=30, **options):
+    options = {"SESSION_TTL_MIN": 1, **options}
+    terms = {"ttl": ttl, "blocking_timeout": 10, "fence_database": "default", "options": options}
+    prefix = f"{uuid.uuid4().hex}/" if prefix is None else prefix
+    location = ",".join(urls)
+    return AliasConfig(
+        alias="default", backend=CONSUL, location=location, key_prefix=prefix, **terms
+    )
+
+
+@pytest.fixture
+def config(shared_consul):
+    return config_of(shared_consul.url)
+
+
+@pytest.fixture
+def make(config, closing):
+    return lambda: closing(ConsulBackend(config))
+
+
+@pytest.fixture
+def backend(make):
+    return make()
+
+
+@pytest.fixture
+def other(make):
+    return make()
+
+
+@pytest.fixture
+def connect(closing):
+    return lambda *urls, **terms: closing(ConsulBackend(config_of(*urls, **terms)))
+
+
+class TestInterface(BackendInterface):
+    @pytest.fixture
+    def make(self, make):
+        return make
+
+
+class TestSettings:
+    """What is found without a server."""
+
+    @pytest.mark.parametrize(
+        ("terms", "id_", "text"),
+        [
+            ({"LOCATION": ""}, "E007", "LOCATION is empty"),
+            ({"LOCATION": "127.0.0.1:8500"}, "E007", "doesn't begin with http:// or https://"),
+            ({"LOCATION": "http://h:1,https://h:2"}, "E007", "both http:// and https://"),
+            ({"LOCATION": "http://user:pw@h:1"}, "E008", "a user or a password"),
+            ({"OPTIONS": {"TOKEN": "secret\n"}}, "E008", "strip the end of the line"),
+            ({"OPTIONS": {"TOKEN": 7}}, "E008", "isn't a text"),
+            ({"OPTIONS": {"SESSION_TTL_MIN": "1s"}}, "E003", "a number of seconds"),
+            ({"OPTIONS": {"TIMEOUT": 0}}, "E003", "more than zero"),
+            ({"OPTIONS": {"CA": "ca.pem"}}, "E008", "LOCATION begins with http://"),
+            ({"OPTIONS": {"TOKENS": ""}}, "E008", "'TOKEN'"),
+            ({"TTL": 5}, "W053", "at least 10 s: a dead process's lock is free after up to 20 s"),
+            ({"TTL": 2, "OPTIONS": {"SESSION_TTL_MIN": 3}}, "W053", "after up to 6 s"),
+        ],
+    )
+    def test_mistakes_are_reported(self, terms, id_, text):
+        (found,) = _problems(**terms)
+        assert (found.id, text in str(found)) == (id_, True), found
+        assert "secret" not in str(found)
+        assert "pw" not in str(found)
+
+    @pytest.mark.parametrize(
+        "terms",
+        [
+            {},
+            {"TTL": 10},
+            {"TTL": 1, "OPTIONS": {"SESSION_TTL_MIN": 1}},
+            {"LOCATION": ["https://a", "https://b:8501"], "OPTIONS": {"TOKEN": TOKEN}},
+        ],
+    )
+    def test_valid_settings_have_no_problems(self, terms):
+        assert _problems(**terms) == []
+
+    def test_the_token_is_hidden_where_errors_show_variables(self):
+        backend = ConsulBackend(config_of("http://127.0.0.1:1", TOKEN="secret"))
+        headers = backend._nodes.headers
+        assert headers["X-Consul-Token"] == "secret"
+        assert "secret" not in repr((headers, vars(backend), backend.config))
+
+    def test_each_lock_has_a_folder_of_its_own(self):
+        backend = ConsulBackend(config_of("http://h", prefix="team/"))
+        key = backend._key("a/b %\N{SNOWMAN}", "owner")
+        assert key == "team/fencedlock/a%2Fb%20%25%E2%98%83/owner"
+
+
+def _problems(**terms):
+    given = {"BACKEND": CONSUL, "LOCATION": f"http://127.0.0.1:{PORT}", **terms}
+    return list(conf.alias_problems("default", given))
+
+
+class TestEntries:
+    def test_the_locks_of_another_prefix_are_others(self, shared_consul, connect, name):
+        one = connect(shared_consul.url, prefix=f"{name}/")
+        # Its keys are in the folder of the lock "x" of the first.
+        inner = connect(shared_consul.url, prefix=f"{name}/fencedlock/x/")
+        held = [take(each, claim("x")) for each in (inner, one)]
+        assert one.acquire(claim("x"), Wait()).owner == held[1].owner
+        assert set(one.holders(["x", "x/fencedlock/x"])) == {"x"}
+        assert one.release(held[1])
+        assert inner.verify(held[0])
+
+    @pytest.mark.parametrize("part", ["x" * 200, "\N{SNOWMAN}" * 200, "a\0b\n/../c%2F?x#y"])
+    def test_a_waiter_of_any_name_is_woken(self, backend, other, name, part):
+        sent = claim(f"{part}{name}"[-200:])
+        taken = take(backend, sent)
+        waiting = beside(other.acquire, claim(sent.name), Wait(SLACK))
+        _wait_for_waiters(backend, sent.name, 1)
+        time.sleep(0.1)
+        released = time.monotonic()
+        backend.release(taken)
+        assert isinstance(waiting.result(SLACK), Granted)
+        assert time.monotonic() - released < 1
+
+    def test_a_lock_that_was_unlocked_by_hand_is_not_taken_back(
+        self, shared_consul, backend, other, name
+    ):
+        sent = claim(name)
+        former = take(backend, sent)
+        key = backend._key(name, sent.owner)
+        session = former.handle.session.id
+        shared_consul.request(f"/v1/kv/{quote(key)}?release={session}", "", method="PUT")
+        present = take(other, claim(name))
+        # A late copy of the first request.
+        assert isinstance(backend.acquire(sent, Wait()), Held)
+        waiting = backend.acquire(sent, Wait(0.3))
+        assert isinstance(waiting, Held)
+        assert waiting.owner == present.owner
+        assert not backend.verify(former)
+        assert backend.renew([former]) == [Renewal.LOST]
+        assert other.verify(present)
+
+    def test_the_end_of_a_session_frees_its_locks_at_once(self, backend, other, name):
+        # By default Consul would keep them for another 15 s.
+        taken = take(backend, claim(name))
+        waiting = beside(other.acquire, claim(name), Wait(SLACK))
+        _wait_for_waiters(other, name, 1)
+        backend.end(taken.handle.session.id)
+        ended = time.monotonic()
+        assert isinstance(waiting.result(SLACK), Granted)
+        assert time.monotonic() - ended < 2
+        assert backend.renew([taken]) == [Renewal.LOST]
+        assert not backend.release(taken)
+
+    def test_a_waiter_whose_session_ended_goes_on_waiting(self, backend, other, name):
+        taken = take(backend, claim(name))
+        waiting = beside(other.acquire, claim(name, ttl=2), Wait(SLACK))
+        _wait_for_waiters(other, name, 1)
+        (session,) = other._sessions.values()
+        other.end(session.id)
+        _wait_for_waiters(other, name, 1)
+        backend.release(taken)
+        assert isinstance(waiting.result(SLACK), Granted)
+
+    @pytest.mark.slow
+    def test_the_lock_of_a_process_that_died_elsewhere_is_free_within_two_ttls(
+        self, backend, other, name
+    ):
+        # It isn't renewed, as if its process had died.
+        take(backend, claim(name, ttl=2))
+        began = time.monotonic()
+        answer = other.acquire(claim(name), Wait(4 + SLACK))
+        assert isinstance(answer, Granted)
+        assert 2 < time.monotonic() - began < 4 + SLACK
+
+    def test_many_locks_are_renewed_in_a_few_requests(self, backend, name, monkeypatch):
+        taken = [take(backend, claim(f"{name}:{number}")) for number in range(130)]
+        for each in taken[::13]:
+            backend.release(each)
+        asked = []
+        ask = backend._nodes.ask
+        monkeypatch.setattr(
+            backend._nodes, "ask", lambda *args: asked.append(args[1]) or ask(*args)
+        )
+        kept = [Renewal.LOST if place % 13 == 0 else Renewal.KEPT for place in range(130)]
+        assert backend.renew(taken) == kept
+        assert len(asked) == 1 + 3
+        assert len(backend.holders([each.name for each in taken])) == 120
+
+    @pytest.mark.slow
+    def test_more_waiters_than_consul_allows_connections(self, backend, other, name):
+        taken = take(backend, claim(name))
+        # One address may have 200 connections.
+        waiters = 210
+        assert waiters > 2 * WATCHES
+
+        def wait_for_turn(_):
+            sent = claim(name)
+            answer = other.acquire(sent, Wait(100))
+            assert isinstance(answer, Granted), answer
+            assert other.release(grant(sent, answer))
+            return answer.token
+
+        with ThreadPoolExecutor(waiters) as threads:
+            waiting = threads.map(wait_for_turn, range(waiters))
+            wait_until(lambda: backend.holders([name])[name].waiting == waiters, "waiters", 60)
+            for _ in range(3):
+                assert backend.renew([taken]) == [Renewal.KEPT]
+                time.sleep(1)
+            backend.release(taken)
+            assert len(set(waiting)) == waiters
+
+
+class TestNetwork:
+    """A proxy in front of the server."""
+
+    @pytest.fixture
+    def proxy(self, shared_consul, make_proxy):
+        return make_proxy(shared_consul.host, shared_consul.port)
+
+    def test_a_claim_whose_answer_was_lost_keeps_its_place(
+        self, shared_consul, proxy, connect, name
+    ):
+        backend = connect(_url(proxy), shared_consul.url, TIMEOUT=1)
+        backend.release(take(backend, claim(name)))
+        backend._nodes._nodes.rotate(_place_of(backend, proxy))
+        proxy.drop_replies()
+        sent = claim(name)
+        taken = grant(sent, backend.acquire(sent, Wait(SLACK)))
+        (held,) = backend.holders([name]).values()
+        assert held == Held(sent.owner, sent.identity, taken.token, waiting=0)
+        assert backend.verify(taken)
+
+    def test_a_late_copy_of_a_claim_is_released_at_the_next_beat(
+        self, shared_consul, proxy, connect, name
+    ):
+        backend = connect(_url(proxy), shared_consul.url, TIMEOUT=1)
+        kept = take(backend, claim(f"{name}:other"))
+        # The proxy has the request, and the other address gets it again.
+        backend._nodes._nodes.rotate(_place_of(backend, proxy))
+        proxy.black_hole()
+        sent = claim(name)
+        granted = backend.acquire(sent, Wait(SLACK))
+        assert backend.release(grant(sent, granted))
+        assert backend.holders([name]) == {}
+        proxy.pass_through()
+        wait_until(lambda: backend.holders([name]), "the late copy")
+        assert backend.renew([kept]) == [Renewal.KEPT]
+        assert backend.holders([name]) == {}
+
+    def test_slow_answers_change_nothing(self, proxy, connect, name):
+        backend = connect(_url(proxy), TIMEOUT=2)
+        proxy.delay(to_server=0.1, to_client=0.1)
+        taken = take(backend, claim(name))
+        assert backend.renew([taken]) == [Renewal.KEPT]
+        assert backend.verify(taken)
+        assert backend.release(taken)
+
+    def test_a_waiter_outlives_a_cut_connection(self, shared_consul, proxy, connect, name):
+        backend, other = connect(shared_consul.url, prefix="p/"), connect(_url(proxy), prefix="p/")
+        taken = take(backend, claim(name))
+        waiting = beside(other.acquire, claim(name), Wait(SLACK))
+        _wait_for_waiters(backend, name, 1)
+        for _ in range(5):
+            time.sleep(0.1)
+            proxy.cut()
+        backend.release(taken)
+        assert isinstance(waiting.result(SLACK), Granted)
+
+    def test_a_waiter_that_gets_errors_does_not_keep_the_process_busy(
+        self, backend, other, name, monkeypatch
+    ):
+        taken = take(backend, claim(name))
+        monkeypatch.setattr(other._nodes, "stream", lambda *args: iter(["No cluster leader"]))
+        watched = []
+        watch = other.watch
+        monkeypatch.setattr(other, "watch", lambda *args: watched.append(1) or watch(*args))
+        assert isinstance(other.acquire(claim(name), Wait(1)), Held)
+        assert len(watched) <= 5
+        backend.release(taken)
+
+    def test_silence_is_reported_in_time(self, proxy, connect, name):
+        backend = connect(_url(proxy), TIMEOUT=0.5)
+        taken = take(backend, claim(name))
+        proxy.black_hole()
+        for act in (
+            lambda: backend.acquire(claim(name), Wait()),
+            lambda: backend.release(taken),
+            lambda: backend.verify(taken),
+            lambda: backend.renew([taken]),
+            lambda: backend.holders([name]),
+        ):
+            began = time.monotonic()
+            with pytest.raises(BackendUnavailable, match="timed out"):
+                act()
+            assert time.monotonic() - began < 0.5 + SLACK / 2
+        proxy.pass_through()
+
+
+class TestAnswers:
+    """What a server refuses, and what `check()` says of it."""
+
+    def test_a_healthy_server(self, backend):
+        found = list(backend.check())
+        assert {each.level for each in found} == {Level.OK}
+        assert "version 1." in found[0].message
+
+    def test_an_unreachable_server(self, connect):
+        backend = connect(f"http://127.0.0.1:{free_port()}", TIMEOUT=0.3)
+        (found,) = backend.check()
+        assert found.id == "E013"
+        assert "Connection refused" in found.message
+        assert "Start the server" in found.hint
+
+    @pytest.fixture
+    def strict(self, make_consul):
+        return make_consul(session_ttl_min="10s", token=TOKEN)
+
+    def test_a_server_whose_sessions_are_longer(self, strict, connect, name):
+        backend = connect(strict.url, ttl=5, TOKEN=TOKEN, TIMEOUT=0.5)
+        found = list(backend.check())
+        assert [each.id for each in found] == ["", "E053"]
+        assert "must be between [10s=24h" in found[1].message
+        assert "SESSION_TTL_MIN" in found[1].hint
+        with pytest.raises(BackendUnavailable, match="10s=24h"):
+            backend.acquire(claim(name, ttl=5), Wait())
+        # With the default, the ttl is made longer.
+        longer = connect(strict.url, ttl=5, TOKEN=TOKEN, SESSION_TTL_MIN=10)
+        assert [each.id for each in longer.check()] == ["", ""]
+        taken = take(longer, claim(name, ttl=5))
+        assert taken.handle.session.ttl == 10
+
+    def test_a_wrong_token(self, strict, connect, name):
+        backend = connect(strict.url, TOKEN=NO_TOKEN)
+        began = time.monotonic()
+        with pytest.raises(BackendUnavailable) as caught:
+            backend.acquire(claim(name), Wait())
+        assert time.monotonic() - began < backend.config.timeout
+        assert "OPTIONS['TOKEN']" in str(caught.value)
+        assert NO_TOKEN not in str(caught.value)
+        *_, found = backend.check()
+        assert found.id == "E053"
+        assert NO_TOKEN not in str(found)
+
+    def test_a_token_that_may_write_elsewhere(self, strict, connect, name):
+        write = '{ policy = "write" }'
+        rules = f'session "{NODE}" {write} node "{NODE}" {write} key_prefix "a/" {write}'
+        strict.request("/v1/acl/policy", {"Name": "locks", "Rules": rules})
+        made = strict.request("/v1/acl/token", {"Policies": [{"Name": "locks"}]})
+        allowed = connect(strict.url, prefix="a/", TOKEN=made["SecretID"], SESSION_TTL_MIN=10)
+        assert all(not each.id for each in allowed.check())
+        taken = take(allowed, claim(name))
+        assert allowed.renew([taken]) == [Renewal.KEPT]
+        waiting = beside(allowed.acquire, claim(name), Wait(SLACK))
+        _wait_for_waiters(allowed, name, 1)
+        assert allowed.release(taken)
+        assert isinstance(waiting.result(SLACK), Granted)
+        refused = connect(strict.url, prefix="b/", TOKEN=made["SecretID"], SESSION_TTL_MIN=10)
+        *_, found = refused.check()
+        assert (found.id, "KEY_PREFIX" in found.hint) == ("E053", True)
+        with pytest.raises(BackendUnavailable, match="Permission denied"):
+            refused.acquire(claim(name), Wait())
+
+    @pytest.mark.slow
+    def test_tls(self, make_consul, connect, name):
+        ours, foreign = Authority(), Authority()
+        server = make_consul(tls=ours)
+        files = {"CERT": str(ours.client.certificate), "KEY": str(ours.client.key)}
+        backend = connect(server.url, CA=str(ours.certificate), **files)
+        taken = take(backend, claim(name))
+        assert backend.release(taken)
+        plain = server.url.replace("https", "http")
+        for url, options, text in (
+            (server.url, {"CA": str(foreign.certificate), **files}, "certificate verify failed"),
+            (
+                server.url,
+                {"CA": str(ours.certificate)},
+                "certificate required|alert|reset|EOF|pipe",
+            ),
+            (plain, {}, "HTTP request to an HTTPS server"),
+        ):
+            began = time.monotonic()
+            with pytest.raises(BackendUnavailable, match=text):
+                connect(url, TIMEOUT=0.5, **options).acquire(claim(name), Wait())
+            assert time.monotonic() - began < 0.5 + SLACK / 2
+
+    def test_https_to_a_server_without_tls(self, shared_consul, connect, name):
+        backend = connect(shared_consul.url.replace("http", "https"), TIMEOUT=0.5)
+        with pytest.raises(BackendUnavailable, match="SSL"):
+            backend.acquire(claim(name), Wait())
+
+
+@pytest.mark.slow
+@pytest.mark.django_db(
+    transaction=True, databases=["default", "postgres"], available_apps=["django_fencedlock"]
+)
+class TestProcesses:
+    """With the core, among processes."""
+
+    @pytest.fixture
+    def configure(self):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FENCEDLOCK_TEST_SQLITE", "/dev/null")
+
+            def settle(*urls, ttl=30):
+                entry = {"BACKEND": CONSUL, "LOCATION": list(urls), "FENCE_DATABASE": "postgres"}
+                entry |= {"KEY_PREFIX": f"{uuid.uuid4().hex}/", "TTL": ttl}
+                entry["OPTIONS"] = {"SESSION_TTL_MIN": 1}
+                override = override_settings(FENCEDLOCK={"default": entry})
+                override.enable()
+                overrides.append(override)
+
+            overrides = []
+            yield settle
+            for each in overrides:
+                each.disable()
+
+    @pytest.fixture
+    def crowd(self):
+        crowd = Processes()
+        yield crowd
+        crowd.close()
+
+    @pytest.fixture
+    def cluster(self, make_consul_cluster):
+        return make_consul_cluster()
+
+    def test_a_leader_is_killed_while_eight_processes_take_turns(
+        self, cluster, configure, name, tmp_path
+    ):
+        configure(*(node.url for node in cluster))
+        log, turns = tmp_path / "log", 200
+        log.touch()
+        taken = _take_turns_in_processes(8, turns, name, log)
+        wait_until(lambda: len(log.read_text().split("\n")) > 8 * turns // 2, "turns", 60)
+        (leader,) = (node for node in cluster if node.is_leader())
+        leader.kill()
+        taken.result(100)
+        steps = [line.split() for line in log.read_text().splitlines()]
+        tokens = [int(token) for step, token in steps if step == "in"]
+        assert steps[::2] == [["in", str(token)] for token in tokens]
+        assert steps[1::2] == [["out", str(token)] for token in tokens]
+        assert tokens == sorted(set(tokens))
+        assert len(tokens) == 8 * turns
+
+    def test_a_lock_outlives_the_server_that_was_asked_for_it(self, cluster, connect, name):
+        backend = connect(*(node.url for node in cluster))
+        taken = take(backend, claim(name))
+        cluster[0].kill()
+
+        def is_removed():
+            nodes = cluster[1].request("/v1/catalog/nodes?stale")
+            return "n0" not in {each["Node"] for each in nodes}
+
+        # The other servers do that by themselves.
+        wait_until(is_removed, "the removal of a dead server", 40)
+        assert backend.renew([taken]) == [Renewal.KEPT]
+        assert backend.verify(taken)
+
+    def test_a_paused_process_loses_its_lock(self, shared_consul, configure, name, crowd):
+        configure(shared_consul.url)
+        with crowd.borrow() as process:
+            token = process.call(acts.hold, "default", name, 0.0, 2.0)
+            process.pause()
+            with lock(name, ttl=2, blocking_timeout=4 + SLACK) as lease:
+                assert lease.token > token
+                process.resume()
+                process.call(acts.wait_for_the_loss, name)
+                assert process.call(acts.let_go, name) is False
+                assert lease.verify()
+
+    def test_a_lost_quorum_is_reported_in_time_and_its_return_is_noticed(
+        self, cluster, connect, name
+    ):
+        backend = connect(*(node.url for node in cluster), TIMEOUT=2)
+        taken = take(backend, claim(name, ttl=20))
+        for node in cluster[1:]:
+            node.kill()
+        wait_until(lambda: not cluster[0].answers(), "the loss of the leader")
+        for act in (
+            lambda: backend.acquire(claim(f"{name}:2"), Wait()),
+            lambda: backend.verify(taken),
+        ):
+            began = time.monotonic()
+            with pytest.raises(BackendUnavailable):
+                act()
+            assert time.monotonic() - began < 2 + SLACK / 2
+        *_, found = backend.check()
+        assert found.id == "E013"
+        cluster[1].start()
+        wait_until(cluster[0].answers, "a leader", 30)
+        assert backend.renew([taken]) == [Renewal.KEPT]
+        assert backend.verify(taken)
+
+    def test_a_busy_greenlet_does_not_lose_its_lock(self, shared_consul, child_environment):
+        """Under gevent, in a process of its own: patching is for good."""
+        entry = {"BACKEND": CONSUL, "LOCATION": shared_consul.url, "FENCE_DATABASE": "postgres"}
+        entry |= {"KEY_PREFIX": f"{uuid.uuid4().hex}/", "OPTIONS": {"SESSION_TTL_MIN": 1}}
+        code = f"""
+            from gevent import monkey
+            monkey.patch_all()
+            import django, gevent, json, time
+            from django.conf import settings
+            django.setup()
+            settings.FENCEDLOCK = {{"default": json.loads('''{json.dumps(entry)}''')}}
+            from django_fencedlock import lock
+
+            def wait():
+                with lock("x", ttl=2, blocking_timeout=30) as lease:
+                    served.append(lease.token)
+
+            served = []
+            with lock("x", ttl=2) as lease:
+                waiters = [gevent.spawn(wait) for _ in range(3)]
+                gevent.sleep(0.5)
+                end = time.monotonic() + 4
+                while time.monotonic() < end:
+                    pass  # the hub never gets a turn
+                lease.check()
+                assert lease.verify()
+                assert not served
+            gevent.joinall(waiters, raise_error=True)
+            assert len(served) == 3 and served == sorted(served) and served[0] > lease.token
+        """
+        run_python(code=code, env=child_environment())
+
+
+def _take_turns_in_processes(processes, turns, name, log):
+    def take_turns():
+        with contextlib.closing(Processes()) as crowd, contextlib.ExitStack() as stack:
+            with ThreadPoolExecutor(processes) as threads:
+                borrowed = [crowd.borrow() for _ in range(processes)]
+                started = list(threads.map(stack.enter_context, borrowed))
+            arguments = ("default", name, turns, str(log))
+            for call in [each.start(acts.take_turns, *arguments) for each in started]:
+                call.result(100)
+
+    return beside(take_turns)
+
+
+def _wait_for_waiters(backend, name, count):
+    def waiting():
+        found = backend.holders([name]).get(name)
+        return found and found.waiting == count
+
+    wait_until(waiting, f"{count} waiters")
+
+
+def _url(proxy):
+    return f"http://{proxy.host}:{proxy.port}"
+
+
+def _place_of(backend, proxy):
+    return -[node.port for node in backend._nodes._nodes].index(proxy.port)
+
+
+@pytest.fixture
+def name():
+    return f"consul:{uuid.uuid4().hex}"
