@@ -17,8 +17,8 @@ from django_fencedlock.test.contract import (
     OutageContract,
     WaitingContract,
 )
-from tests.backends import DATABASE, ETCD, POSTGRES, REDIS
-from tests.servers import shared
+from tests.backends import CONSUL, DATABASE, ETCD, POSTGRES, REDIS
+from tests.servers import Consul, finding, shared
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +31,8 @@ def real(*databases):
 
 class Configured:
     options = {}
+    #: The fixture of a server; without it, the tests are skipped.
+    needed = ""
 
     @classmethod
     def fencedlock(cls):
@@ -38,7 +40,9 @@ class Configured:
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def configured(cls):
+    def configured(cls, request):
+        if cls.needed:
+            request.getfixturevalue(cls.needed)
         with pytest.MonkeyPatch.context() as patch:
             # As outside of tests: private connections stay open.
             patch.setattr(sessions, "under_test", lambda: False)
@@ -133,10 +137,24 @@ class Queued(Configured, LockContract, WaitingContract):
 
 @real("default", "postgres")
 class TestEtcd(Queued):
+    needed = "shared_etcd"
+
     @classmethod
     def fencedlock(cls):
         location = {"LOCATION": shared.etcd().url, "KEY_PREFIX": "contract/"}
         return {"BACKEND": ETCD, "FENCE_DATABASE": "postgres", **location}
+
+
+@real("default", "postgres")
+class TestConsul(Queued):
+    needed = "shared_consul"
+
+    @classmethod
+    def fencedlock(cls):
+        # For leases of half a second, which is less than a session of Consul's can have.
+        location = {"LOCATION": shared.consul().url, "KEY_PREFIX": "contract/"}
+        options = {"OPTIONS": {"SESSION_TTL_MIN": 1}}
+        return {"BACKEND": CONSUL, "FENCE_DATABASE": "postgres", **location, **options}
 
 
 # Unavailable services
@@ -187,6 +205,26 @@ class TestOutageOfRedis(Private):
 class TestOutageOfValkey(TestOutageOfRedis):
     def launch(self, request):
         return request.getfixturevalue("make_valkey")()
+
+
+@real("default", "postgres")
+class TestOutageOfConsul(Private):
+    backend = CONSUL
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def consul(cls, request):
+        # Not one for each test: it elects itself for 2 s.
+        request.getfixturevalue("shared_consul")
+        with contextlib.closing(Consul.launch(finding.consul())) as server:
+            yield server
+
+    def launch(self, request):
+        return request.getfixturevalue("consul")
+
+    def address(self, request):
+        location = {"LOCATION": self.server.url, "FENCE_DATABASE": "postgres"}
+        return {**location, "OPTIONS": {"TIMEOUT": 1, "SESSION_TTL_MIN": 1}}
 
 
 @real("default")
