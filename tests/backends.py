@@ -3,6 +3,7 @@
 DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
+MYSQL = "django_fencedlock.backends.mysql.MysqlBackend"
 
 BACKENDS = {
     "database": {},
