@@ -5,6 +5,7 @@ import os
 import sqlite3
 
 import pytest
+from django.core.management import call_command
 from django.db import connections
 from django.test import override_settings
 
@@ -17,7 +18,7 @@ from django_fencedlock.test.contract import (
     OutageContract,
     WaitingContract,
 )
-from tests.backends import CONSUL, DATABASE, ETCD, POSTGRES, REDIS
+from tests.backends import CONSUL, DATABASE, ETCD, MYSQL, POSTGRES, REDIS
 from tests.servers import Consul, finding, shared
 
 pytestmark = pytest.mark.slow
@@ -94,6 +95,45 @@ class TestPostgres(Configured, LockContract, WaitingContract):
         )
         lines = self.service.backend._local._queues.values()
         return waiting + sum(len(line) - 1 for line in lines if line)
+
+
+class OnMysql(Configured, LockContract, WaitingContract):
+    @classmethod
+    def fencedlock(cls):
+        return {"BACKEND": MYSQL, "FENCE_DATABASE": cls.fence_database}
+
+    def interrupt_holder(self, lease):
+        self.server().execute(f"KILL {lease.grant.handle.session.id}")
+
+    def waiters(self, name):
+        key = self.service.backend._key(name)
+        rows = self.server().execute("SHOW FULL PROCESSLIST")
+        return sum(f"GET_LOCK('{key}'" in (row[7] or "") for row in rows)
+
+
+@real("default", "mariadb")
+class TestMysqlOnMariaDB(OnMysql):
+    fence_database = "mariadb"
+    server = staticmethod(shared.mariadb)
+
+
+class TestMysqlOnMySQL(OnMysql):
+    fence_database = "mysql"
+    server = staticmethod(shared.mysql)
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def migrated(cls, shared_mysql, django_db_setup, django_db_blocker):
+        # Not in the settings: each test with all databases would start this server.
+        shared_mysql.execute("CREATE DATABASE contract")
+        entry = {"default": {}, "mysql": shared_mysql.django("contract")}
+        connections.settings["mysql"] = connections.configure_settings(entry)["mysql"]
+        with django_db_blocker.unblock():
+            call_command("migrate", "django_fencedlock", database="mysql", verbosity=0)
+            yield
+            connections["mysql"].close()
+        del connections["mysql"]
+        del connections.settings["mysql"]
 
 
 class OnRedis(Configured, LockContract, ExpiryContract, WaitingContract, DataLossContract):
@@ -251,6 +291,14 @@ class TestOutageOfDatabaseOnMariaDB(Private):
         self.server.execute(f"CREATE DATABASE {database}")
         make_alias = request.getfixturevalue("make_alias")
         return {"FENCE_DATABASE": make_alias(self.server.django(database))}
+
+
+@real("default", "mariadb")
+class TestOutageOfMysql(TestOutageOfDatabaseOnMariaDB):
+    backend = MYSQL
+
+    # Such a lock is lost with its session, at once.
+    test_a_short_outage_loses_nothing = None
 
 
 @real("default")

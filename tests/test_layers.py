@@ -15,7 +15,7 @@ from tests.scripts import run_python
 ROOT = Path(django_fencedlock.__file__).parent
 #: From the bottom. A name stands for what is inside of it, too, unless that is named itself.
 LAYERS = [
-    "exceptions lease logs problems core.identity core.names core.runtime storage.text",
+    "exceptions lease logs problems core.identity core.jobs core.names core.runtime storage.text",
     "backends.interface conf core.aio core.events signals storage",
     "backends backends.database backends.postgres backends.redis",
     "core storage.history storage.unfenced",

@@ -23,10 +23,10 @@ from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, 
 from django_fencedlock.backends.postgres import PostgresBackend, holding
 from django_fencedlock.backends.postgres import backend as backend_module
 from django_fencedlock.backends.postgres.holding import MAX_IDLE
-from django_fencedlock.backends.postgres.jobs import Job, NoAnswer
 from django_fencedlock.backends.postgres.sessions import Session, open_session
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core import runtime
+from django_fencedlock.core.jobs import Job, NoAnswer
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock

@@ -59,7 +59,7 @@ _UNFENCED = _("The lock isn't fenced: the holder's writes are not rejected.")
 _LEFT = _("The holder's process releases it at its next renewal, within a third of its ttl.")
 _END_SESSION = _(
     "If its process hangs, end its session, and with it every other lock of that session: "
-    "SELECT pg_terminate_backend(%(pid)d)"
+    "SELECT pg_terminate_backend(%(pid)d), or on MySQL: KILL %(pid)d"
 )
 _RAISED_FIRST = _("The fence is raised first: the holder's writes are rejected from then on.")
 _RELEASED_THEN = _("Then the lock is released. The holder notices at its next renewal.")

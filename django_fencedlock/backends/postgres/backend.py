@@ -17,6 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ...conf import AliasConfig, Problem
 from ...core import runtime
 from ...core.identity import Owner, Process, is_process_gone
+from ...core.jobs import Job, NoAnswer
 from ...core.runtime import clock
 from ...exceptions import BackendUnavailable
 from ...storage.connections import pool
@@ -37,7 +38,6 @@ except ImportError as exc:
 from . import checks
 from . import statements as sql
 from .holding import TICK, Hold, SessionLocks
-from .jobs import Job, NoAnswer
 from .sessions import LOCKED, PoolsTransactions, Session, read_application_name
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ...core import runtime
+from ...core.jobs import Job, NoAnswer
 from ...core.runtime import clock, forks
 from ...storage.connections import MAX_IDLE, under_test
 from ..interface import Claim, Granted, Held, Wait
-from .jobs import Job, NoAnswer
 from .sessions import Session, open_session
 
 T = TypeVar("T")

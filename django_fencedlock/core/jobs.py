@@ -13,8 +13,8 @@ from typing import Generic, TypeVar, cast
 
 from django.db import OperationalError
 
-from ...core import runtime
-from ...core.runtime import Empty, SimpleQueue, clock
+from . import runtime
+from .runtime import Empty, SimpleQueue, clock
 
 T = TypeVar("T")
 
