@@ -13,14 +13,15 @@ from typing import Any, ClassVar, NamedTuple
 from ..conf import AliasConfig
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable
+from .doubts import Doubts
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
 #: A session is renewed so many times within its ttl.
 BEATS = 3
 #: Seconds of one watch. Then the waiter looks for itself: a hint may be lost.
 WATCH = 2.0
-#: Seconds for which a repeated request may still arrive.
-LATE = 60.0
+#: Seconds until another thread renews a session that one thread is about to renew.
+PATIENCE = 1.0
 #: Sessions that one acquire may open: each ended before its first use.
 SESSIONS = 3
 
@@ -33,12 +34,13 @@ class SessionGone(Exception):
 class Session:
     """A session of this process with the service: all its locks of one ttl live in it."""
 
-    #: What the service knows it by.
     id: Any
     ttl: float
     #: The local clock, read before the request that renewed it last.
     since: float
-    #: Entries without an owner, seen at the last beat.
+    #: When it is to be renewed.
+    due: float
+    #: Owners of entries that nothing here owns, seen at the last beat.
     strays: set[str] = field(default_factory=set)
 
 
@@ -72,33 +74,26 @@ def read_entry(owner: str, text: str, number: int, waiting: int | None = None) -
     return Held(owner, text[1:], number if text[:1] == "1" else None, waiting=waiting)
 
 
-def _do_nothing() -> None:
-    pass
-
-
 @dataclass(slots=True)
 class Watch:
     """How long a waiter watches the entry before its own."""
 
     seconds: float = 0.0
     #: Ends the watch, from any thread. The service sets it.
-    stop: Callable[[], object] = _do_nothing
+    stop: Callable[[], object] = lambda: None
 
 
 class QueuedBackend(Backend):
     """
     The recipe for services with sessions, whose entries are gone when their session ends.
 
-    A process has one session for each ttl. Each waiter watches the entry before its own, so a
-    release wakes one waiter. The service's number of the entry is the token.
-
-    Each method that asks the service raises one of `errors` within the timeout. The service may
-    get a request twice, or late: an entry is known by its owner.
+    A process has one session for each ttl. Each waiter watches the entry before its own. The
+    number of an entry is the token. The service may get a request twice, or late.
     """
 
     supports_waiting = True
     supports_ttl = False
-    #: What the methods below raise if the service doesn't answer.
+    #: What the methods below raise if the service doesn't answer within the timeout.
     errors: ClassVar[tuple[type[Exception], ...]]
     #: Bounds of a session's ttl, in seconds.
     shortest, longest = 1.0, math.inf
@@ -110,18 +105,11 @@ class QueuedBackend(Backend):
     def _reset(self) -> None:
         self._opening = threading.Lock()
         self._sessions: dict[float, Session] = {}
-        #: By owner id: the session of each acquire that began and each grant.
-        self._owners: dict[str, Session | None] = {}
-        #: Owners whose entry may be made again by a late copy of their request.
-        self._repeated: set[str] = set()
-        #: By owner id: such owners that have released, with the name, and until when.
-        self._late: dict[str, tuple[str, float]] = {}
+        self._doubts = Doubts()
 
     def after_fork(self) -> None:
         self._reset()
         self.forget()
-
-    # What a service does
 
     @abstractmethod
     def open(self, ttl: float) -> Any:
@@ -140,7 +128,8 @@ class QueuedBackend(Backend):
         """
         Add the owner's entry to the queue, unless it has one, or raise `SessionGone`.
 
-        If it is to be `alone` and the queue isn't empty, add nothing, and return who is first.
+        If it is to be `alone` and the queue isn't empty, add nothing, and return who is first. A
+        service whose `entries()` can't find strays looks first: a late copy may add the entry.
         """
 
     @abstractmethod
@@ -163,52 +152,49 @@ class QueuedBackend(Backend):
     def forget(self) -> None:
         """Drop inherited connections in a child process, without closing them."""
 
-    # What all of them do
-
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
-        answer: Granted | Held = Held()
-        watch = Watch()
+        if claim.ttl > self.longest:
+            what = f"Lock {claim.name!r} has a ttl of {claim.ttl:g} s, but sessions of {self.label}"
+            raise ValueError(f"{what} have at most {self.longest:g} s. Use a shorter ttl.")
+        answer, watch = None, Watch()
         wait.on_cancel(lambda: watch.stop())
-        self._owners.setdefault(claim.owner)
+        self._doubts.begin(claim.owner)
         try:
             with self._asking("acquire", claim.name):
                 answer = self._queue(claim, wait, watch)
             return answer
-        except BackendUnavailable:
-            # The core releases it, now and for a minute.
-            raise
-        except BaseException:
-            with contextlib.suppress(*self.errors):
-                self.leave(claim.name, claim.owner)
+        except BaseException as exc:
+            if not isinstance(exc, BackendUnavailable):
+                with contextlib.suppress(*self.errors):
+                    self.leave(claim.name, claim.owner)
             raise
         finally:
             if not isinstance(answer, Granted):
-                self._note_end(claim.name, claim.owner)
+                self._doubts.end(claim.name, claim.owner, is_sure=answer is not None)
 
     def _queue(self, claim: Claim, wait: Wait, watch: Watch) -> Granted | Held:
-        """Enter the queue and wait in it; again if a session ends meanwhile."""
-        held, opened = Held(), 0
+        """Enter the queue and wait in it; again if the entry is gone meanwhile."""
+        held, ended = Held(), 0
         while True:
-            session = self._session(claim.ttl)
-            self._owners[claim.owner] = session
+            session = self._doubts.owners[claim.owner] = self._session(claim.ttl)
+            alone, found = not wait.left, None
             try:
-                place = self.enter(session.id, claim, not wait.left)
+                place = self.enter(session.id, claim, alone)
             except SessionGone:
                 self._drop(session)
-                opened += 1
-                if opened == SESSIONS:
-                    why = TimeoutError("each session ended as soon as it was opened")
-                    raise self.unavailable("acquire", why, claim.name) from None
+                ended += 1
+                if ended == SESSIONS:
+                    raise SessionGone("each session ended as soon as it was opened") from None
                 continue
             if isinstance(place, Held):
-                return place
-            if place.is_repeated:
-                self._repeated.add(claim.owner)
-            found: Place | None = place
+                held = place
+            else:
+                found = place
+                if place.is_repeated:
+                    self._doubts.repeated.add(claim.owner)
             while found is not None:
                 if found.ahead is None:
-                    entry = Entry(session, found.number)
-                    return Granted(found.number, session.since, entry)
+                    return Granted(found.number, session.since, Entry(session, found.number))
                 held = found.first
                 wait.refused(held)
                 if not wait.left:
@@ -216,88 +202,80 @@ class QueuedBackend(Backend):
                     return held
                 watch.seconds = min(wait.left, WATCH, session.ttl / BEATS)
                 self.watch(claim.name, claim.owner, found, watch)
-                found = None
-                if self._is_young(session) or self._keep(session):
-                    found = self.look(claim.name, claim.owner, place.number)
-            # Its session has ended, or it was released by force: the queue is entered again.
-            if not wait.left:
+                is_kept = self._is_kept(session)
+                found = self.look(claim.name, claim.owner, found.number) if is_kept else None
+            if alone or not wait.left:
                 return held
 
     def _session(self, ttl: float) -> Session:
         """Return this process's session for a ttl, renewed lately."""
         seconds = min(max(self.shortest, math.ceil(ttl)), self.longest)
         session = self._sessions.get(seconds)
-        if session and (self._is_young(session) or self._beat(session, {}) is not None):
+        if session and self._is_kept(session):
             return session
         with self._opening:
             if session := self._sessions.get(seconds):
                 return session
             since = clock()
-            session = Session(self.open(seconds), seconds, since)
+            session = Session(self.open(seconds), seconds, since, since + seconds / BEATS)
             self._sessions[seconds] = session
             return session
 
-    def _is_young(self, session: Session) -> bool:
-        return clock() < session.since + session.ttl / BEATS
-
-    def _keep(self, session: Session) -> bool:
+    def _is_kept(self, session: Session) -> bool:
+        """Renew a session if it is time to; return False if it has ended."""
+        if (now := clock()) < session.due:
+            return True
         # Not behind a lock: the keeper would wait for a thread that is paused in it.
-        since = clock()
-        if not self.keep(session.id):
-            self._drop(session)
-            return False
-        session.since = max(since, session.since)
-        return True
+        session.due = now + PATIENCE
+        is_kept = self._beat(session, {}) is not None
+        self._tidy()
+        return is_kept
 
     def _drop(self, session: Session) -> None:
         if self._sessions.get(session.ttl) is session:
             del self._sessions[session.ttl]
 
     def _beat(self, session: Session, names: Mapping[str, str]) -> Mapping[str, str] | None:
-        """Renew a session and delete entries that nothing owns; return the others, or None."""
-        if not self._keep(session):
+        """Renew a session; return its entries, at least those of `names`, or None if it ended."""
+        since = clock()
+        if not self.keep(session.id):
+            self._drop(session)
             return None
-        for owner, (name, until) in list(self._late.items()):
-            self.leave(name, owner)
-            if until < clock():
-                self._late.pop(owner, None)
+        session.since = max(since, session.since)
+        session.due = session.since + session.ttl / BEATS
         found = self.entries(session.id, names)
-        strays = {owner: name for owner, name in found.items() if owner not in self._owners}
-        # A late copy of a request made it. Its owner may just be about to be noted: seen twice.
-        for owner in strays.keys() & session.strays:
-            self.leave(strays[owner], owner)
-        session.strays = set(strays)
+        session.strays = self._doubts.find_strays(found, session.strays)
         return found
+
+    def _tidy(self) -> None:
+        with contextlib.suppress(*self.errors):
+            self._doubts.tidy(self.leave)
 
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
         batches: dict[Session, dict[str, str]] = {}
-        for grant in grants:
-            if (entry := grant.handle) is None:
-                continue
+        for grant, entry in [(each, each.handle) for each in grants if each.handle]:
             if grant.ttl > entry.session.ttl:
-                what = f"Lock {grant.name!r} has a session of {entry.session.ttl:g} s"
+                what = f"Lock {grant.name!r} has a session of {entry.session.ttl:g} s, which can't"
                 raise ValueError(
-                    f"{what}, which can't be extended to {grant.ttl:g} s. Acquire it with the "
-                    "longest ttl that it needs."
+                    f"{what} be extended to {grant.ttl:g} s. Acquire it with that ttl."
                 )
             batches.setdefault(entry.session, {})[grant.owner] = grant.name
         kept: set[str] = set()
         with self._asking("renew locks"):
             for session, names in batches.items():
                 kept |= (self._beat(session, names) or {}).keys()
+        self._tidy()
         return [Renewal.KEPT if each.owner in kept else Renewal.LOST for each in grants]
 
     def release(self, grant: Grant) -> bool:
-        with self._asking("release", grant.name):
-            was_there = self.leave(grant.name, grant.owner)
-        self._note_end(grant.name, grant.owner)
-        return was_there
-
-    def _note_end(self, name: str, owner: str) -> None:
-        self._owners.pop(owner, None)
-        if owner in self._repeated:
-            self._repeated.discard(owner)
-            self._late[owner] = name, clock() + LATE
+        was_there, is_own = None, grant.owner in self._doubts.owners
+        try:
+            with self._asking("release", grant.name):
+                was_there = self.leave(grant.name, grant.owner)
+            return was_there
+        finally:
+            if is_own:
+                self._doubts.end(grant.name, grant.owner, is_sure=was_there is not None)
 
     def verify(self, grant: Grant) -> bool:
         if grant.handle is None:
@@ -307,17 +285,16 @@ class QueuedBackend(Backend):
         return place is not None and place.ahead is None
 
     def close(self) -> None:
-        used = list(self._owners.values())
-        for session in list(self._sessions.values()):
-            if session not in used:
-                self._drop(session)
-                # Without an answer, it ends after its ttl.
-                with contextlib.suppress(*self.errors):
-                    self.end(session.id)
+        for session in set(self._sessions.values()).difference(self._doubts.owners.values()):
+            self._drop(session)
+            # Without an answer, it ends after its ttl.
+            with contextlib.suppress(*self.errors):
+                self.end(session.id)
 
     @contextlib.contextmanager
     def _asking(self, doing: str, name: str | None = None) -> Iterator[None]:
+        errors: tuple[type[Exception], ...] = (SessionGone, *self.errors)
         try:
             yield
-        except self.errors as exc:
+        except errors as exc:
             raise self.unavailable(doing, exc, name) from exc

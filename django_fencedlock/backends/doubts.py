@@ -1,0 +1,66 @@
+"""Entries of queues whose owner is none any more, or of which it isn't known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..core.runtime import clock
+
+#: Seconds for which a request without an answer, or a copy of one, may still arrive.
+LATE = 60.0
+#: Owners that are released again for so long, and the seconds that one beat takes for them.
+MOST, TIDYING = 1000, 0.5
+
+
+class Doubts:
+    """
+    The owners of entries in this process, and former owners whose entry may yet be made.
+
+    These are released at each beat, by their ids. One that was sent twice isn't before its lease
+    has ended: that would release a live lease.
+    """
+
+    def __init__(self) -> None:
+        #: By owner id: the session of each acquire that began and each grant.
+        self.owners: dict[str, Any] = {}
+        #: Owners whose entry may be made again by a late copy of their request.
+        self.repeated: set[str] = set()
+        #: By owner id: former owners to be released again, with the name, and until when.
+        self.late: dict[str, tuple[str, float]] = {}
+
+    def begin(self, owner: str) -> None:
+        """Note an owner before its first request is sent."""
+        self.owners.setdefault(owner)
+        if owner in self.late:
+            # The core repeats a claim. A copy of the first request may still arrive.
+            self.repeated.add(owner)
+
+    def end(self, name: str, owner: str, *, is_sure: bool) -> None:
+        """Note that an owner is none any more; unless it `is_sure`, its entry may be there."""
+        if (owner in self.repeated or not is_sure) and len(self.late) < MOST:
+            self.late[owner] = name, clock() + LATE
+        self.repeated.discard(owner)
+        self.owners.pop(owner, None)
+
+    def find_strays(self, found: Mapping[str, str], before: set[str]) -> set[str]:
+        """Return owners of entries that nothing here owns; those seen `before` are released."""
+        strays = found.keys() - self.owners.keys()
+        # Seen once, its release may be under way.
+        for owner in strays & before:
+            self.late.setdefault(owner, (found[owner], clock()))
+        return strays
+
+    def tidy(self, leave: Callable[[str, str], object]) -> None:
+        """Release former owners, as many as there is time for."""
+        end = clock() + TIDYING
+        for owner, (name, until) in list(self.late.items()):
+            if clock() > end:
+                return
+            # Its claim may have been tried again.
+            if owner not in self.owners:
+                leave(name, owner)
+                self.late.pop(owner, None)
+                if clock() < until:
+                    # The last one of the next beat.
+                    self.late[owner] = name, until
