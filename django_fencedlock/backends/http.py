@@ -82,9 +82,12 @@ class HttpNodes:
         while True:
             node = self._nodes[0]
             try:
-                connection = self._connect(node, end)
+                # Every step ends in time for another node to be asked.
+                until = min(end, clock() + self.timeout / min(2, len(self._nodes)))
+                connection = self._connect(node, until)
                 try:
-                    status, text, headers = _exchange(connection, method, path, data, self.headers)
+                    request = method, path, data, self.headers
+                    status, text, headers = _exchange(connection, *request, until)
                 except BaseException:
                     # The next request would read this answer.
                     connection.close()
@@ -105,19 +108,15 @@ class HttpNodes:
             if clock() >= end:
                 raise NodesFailed(f"{node}: {str(failure) or type(failure).__name__}") from failure
 
-    def _connect(self, node: Node, end: float) -> http.client.HTTPConnection:
-        """Return a connection whose every step ends in time for another node to be asked."""
-        left = max(0.05, end - clock())
-        limit = min(left, self.timeout / min(2, len(self._nodes)))
+    def _connect(self, node: Node, until: float) -> http.client.HTTPConnection:
         idle = self._idle.get()
         with contextlib.suppress(IndexError):
             while True:
                 connection = idle.pop()
                 if (connection.host, connection.port) == node[:2] and not _is_closed(connection):
-                    connection.sock.settimeout(limit)
                     return connection
                 connection.close()
-        return self._open(node, limit)
+        return self._open(node, _left(until))
 
     def _open(self, node: Node, limit: float) -> http.client.HTTPConnection:
         connection: http.client.HTTPConnection
@@ -162,6 +161,8 @@ class HttpNodes:
                 sock.settimeout(seconds)
                 connection.request(method, path, data, self.headers)
                 response = connection.getresponse()
+                if response.status != 200:
+                    raise http.client.HTTPException(f"status {response.status}")
                 while (left := end - clock()) > 0:
                     sock.settimeout(left)
                     if not (line := response.readline()):
@@ -176,15 +177,25 @@ class HttpNodes:
             time.sleep(PAUSES[0])
 
 
+def _left(until: float) -> float:
+    """Return the seconds left for a step: some, so that it isn't an endless one."""
+    return max(0.05, until - clock())
+
+
 def _exchange(
     connection: http.client.HTTPConnection,
     method: str,
     path: str,
     data: bytes | None,
     headers: Mapping[str, str],
+    until: float,
 ) -> tuple[int, bytes, Mapping[str, str]]:
+    sock = connection.sock
+    sock.settimeout(_left(until))
     connection.request(method, path, data, headers)
     response = connection.getresponse()
+    # A server that stops within its answer would have the whole time once more.
+    sock.settimeout(_left(until))
     return response.status, response.read(), dict(response.headers.items())
 
 
@@ -221,7 +232,7 @@ def read_nodes(locations: list[str], port: int) -> list[Node]:
             node = Node(parts.hostname or "", parts.port or port, parts.scheme == "https")
         except ValueError as exc:
             raise ValueError(f"{where!r}: {without_secrets(str(exc))}") from None
-        if not node.host or parts.path.strip("/") or parts.query:
+        if not node.host or parts.path.strip("/") or parts.query or parts.fragment:
             raise ValueError(f"{where!r} isn't a scheme, a host and a port alone")
         nodes.append(node)
     if len({node.tls for node in nodes}) > 1:
@@ -240,8 +251,11 @@ def credentials(locations: list[str]) -> tuple[str, str] | None:
 def tls_context(config: AliasConfig) -> ssl.SSLContext:
     """Make the TLS context of the options CA, CERT and KEY."""
     context = ssl.create_default_context(cafile=config.options.get("CA"))
-    if certificate := config.options.get("CERT"):
-        context.load_cert_chain(certificate, config.options.get("KEY"))
+    certificate, key = config.options.get("CERT"), config.options.get("KEY")
+    if key and not certificate:
+        raise ValueError("KEY needs CERT, the client's certificate")
+    if certificate:
+        context.load_cert_chain(certificate, key)
     return context
 
 
