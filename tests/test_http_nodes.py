@@ -479,7 +479,15 @@ def test_a_stream_has_a_connection_of_its_own_and_closes_it(server, make):
     assert server.connections == 2
 
 
-@pytest.mark.parametrize("status", [401, 404, 503])
+def test_a_stream_of_nothing_ends_at_once(server, make):
+    """Consul's answer about a key that is gone."""
+    server.script = [lines("{}", status=404)]
+    nodes = make(server.url)
+    with within(0.04 + SLACK):
+        assert list(streamed(nodes)) == []
+
+
+@pytest.mark.parametrize("status", [400, 401, 503])
 def test_a_stream_that_is_refused_yields_nothing_and_pauses(server, make, status):
     """A waiter would look without a pause, and so send thousands of requests."""
     server.script = [lines('{"error": "no"}', status=status)]

@@ -23,6 +23,8 @@ FORM = (
 LOOKED_UP = 100
 #: The part of etcd's default limit of 2 GiB that may be used.
 LARGE = 0.8 * 2 * 1024**3
+#: What ends an alarm because of it.
+NO_SPACE = "Compact and defragment etcd, then disarm the alarm"
 #: Revisions after which etcd's history should have been compacted once.
 MANY = 100_000
 
@@ -134,6 +136,9 @@ class EtcdBackend(QueuedBackend):
             watch.stop = stop
 
         for line in self._nodes.stream("POST", "/v3/watch", wanted, watch.seconds, note):
+            if not line.endswith("\n"):
+                # Half a line of a connection that was cut.
+                return
             result = json.loads(line).get("result", {})
             if result.get("created"):
                 # It may have gone before the watch began.
@@ -176,17 +181,32 @@ class EtcdBackend(QueuedBackend):
         raise _refused(answer)
 
     def _send(self, what: str, body: object) -> Answer:
-        answer = self._nodes.ask("POST", f"/v3/{what}", body)
-        if self._user and answer.status in (400, 401) and _wants_token(answer):
-            name, password = self._user
-            given = self._nodes.ask(
-                "POST", "/v3/auth/authenticate", {"name": name, "password": password}
-            )
-            if given.status != 200:
-                raise _refused(given)
-            self._nodes.headers["Authorization"] = given.body["token"]
+        try:
             answer = self._nodes.ask("POST", f"/v3/{what}", body)
+            if self._user and self._wants_token(answer):
+                name, password = self._user
+                login = {"name": name, "password": password}
+                given = self._nodes.ask("POST", "/v3/auth/authenticate", login)
+                if given.status != 200:
+                    raise _refused(given)
+                self._nodes.headers["Authorization"] = given.body["token"]
+                answer = self._nodes.ask("POST", f"/v3/{what}", body)
+        except NodesFailed as exc:
+            if "space exceeded" in str(exc):
+                raise NodesFailed(f"{exc}. {NO_SPACE}") from exc
+            raise
+        # Each has a header; that to a keepalive is in its result.
+        known = {"header", "result"} & set(answer.body if isinstance(answer.body, dict) else ())
+        if answer.status == 200 and not known:
+            raise NodesFailed(f"it doesn't answer as etcd does: {str(answer.body)[:60]!r}")
         return answer
+
+    def _wants_token(self, answer: Answer) -> bool:
+        found = ["invalid auth token", "user name is empty", "auth store is old"]
+        if "Authorization" not in self._nodes.headers:
+            # What it says to a client certificate without a name.
+            found.append("permission denied")
+        return answer.status != 200 and any(text in _message(answer) for text in found)
 
     # Problems
 
@@ -208,13 +228,16 @@ class EtcdBackend(QueuedBackend):
         yield ok(f"{where} is etcd {status.get('version', 'of an unknown version')}.")
         if errors := status.get("errors"):
             what = f"{where} reports {', '.join(errors)}."
-            yield Problem("W050", what, "With NOSPACE: compact, defragment, then disarm the alarm.")
+            yield Problem("W050", what, f"{NO_SPACE}.")
         if (size := int(status.get("dbSize", 0))) > LARGE:
             what = f"{where} has {size / 2**20:.0f} MiB; at 2048 by default, it refuses all writes."
             yield Problem("W050", what, "Compact and defragment it, or raise quota-backend-bytes.")
-        first = {"key": _encode(self._prefix), "revision": 1}
-        newest = int(status["header"]["revision"])
-        if newest > MANY and "compacted" not in _message(self._send("kv/range", first)):
+        # It says as well whether the user has the permission.
+        answer = self._send("kv/range", {"key": _encode(self._prefix), "revision": 1})
+        is_compacted = "compacted" in _message(answer)
+        if answer.status != 200 and not is_compacted:
+            raise _refused(answer)
+        if (newest := int(status["header"]["revision"])) > MANY and not is_compacted:
             what = (
                 f"{where} was never compacted in {newest:,} revisions: each lock leaves 231 bytes."
             )
@@ -254,7 +277,3 @@ def _refused(answer: Answer) -> NodesFailed:
     if answer.status == 404:
         return NodesFailed("it has no JSON gateway: etcd 3.4 or newer, and enable-grpc-gateway")
     return NodesFailed(f"{_message(answer)} (status {answer.status})")
-
-
-def _wants_token(answer: Answer) -> bool:
-    return any(text in _message(answer) for text in ("invalid auth token", "user name is empty"))

@@ -106,7 +106,7 @@ class HttpNodes:
             if tries >= len(self._nodes):
                 time.sleep(max(0.0, min(PAUSES[0] * tries, PAUSES[1], end - clock())))
             if clock() >= end:
-                raise NodesFailed(f"{node}: {str(failure) or type(failure).__name__}") from failure
+                raise NodesFailed(f"{node}: {_describe(failure, node)}") from failure
 
     def _connect(self, node: Node, until: float) -> http.client.HTTPConnection:
         idle = self._idle.get()
@@ -161,6 +161,9 @@ class HttpNodes:
                 sock.settimeout(seconds)
                 connection.request(method, path, data, self.headers)
                 response = connection.getresponse()
+                if response.status == 404:
+                    # What it was to tell of is gone.
+                    return
                 if response.status != 200:
                     raise http.client.HTTPException(f"status {response.status}")
                 while (left := end - clock()) > 0:
@@ -211,6 +214,15 @@ def _parsed(text: bytes) -> Any:
         return json.loads(text) if text else None
     except ValueError:
         return text.decode(errors="replace")
+
+
+def _describe(failure: Exception, node: Node) -> str:
+    what = str(failure) or type(failure).__name__
+    if node.tls and isinstance(failure, ssl.SSLError | ConnectionError) and "CERT" not in what:
+        return f"{what}. If it has no TLS, write http://"
+    if not node.tls and isinstance(failure, http.client.RemoteDisconnected | ConnectionResetError):
+        return f"{what}. If it has TLS, write https://"
+    return what
 
 
 def _shortened(text: bytes) -> str:
