@@ -248,6 +248,14 @@ class TestOutageOfValkey(TestOutageOfRedis):
 
 
 @real("default", "postgres")
+class TestOutageOfEtcd(TestOutageOfRedis):
+    backend = ETCD
+
+    def launch(self, request):
+        return request.getfixturevalue("make_etcd")()
+
+
+@real("default", "postgres")
 class TestOutageOfConsul(Private):
     backend = CONSUL
 

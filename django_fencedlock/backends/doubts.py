@@ -45,7 +45,7 @@ class Doubts:
 
     def find_strays(self, found: Mapping[str, str], before: set[str]) -> set[str]:
         """Return owners of entries that nothing here owns; those seen `before` are released."""
-        strays = found.keys() - self.owners.keys()
+        strays = {owner for owner in found if owner not in self.owners}
         # Seen once, its release may be under way.
         for owner in strays & before:
             self.late.setdefault(owner, (found[owner], clock()))
