@@ -162,7 +162,7 @@ class HttpNodes:
                 connection.request(method, path, data, self.headers)
                 response = connection.getresponse()
                 if response.status == 404:
-                    # What it was to tell of is gone.
+                    # The watched key is gone.
                     return
                 if response.status != 200:
                     raise http.client.HTTPException(f"status {response.status}")
