@@ -1,4 +1,4 @@
-"""Entries of queues whose owner is none any more, or of which it isn't known."""
+"""Owners of the entries of queues, and former owners whose entry may still be made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST, TIDYING = 1000, 0.5
 
 class Doubts:
     """
-    The owners of entries in this process, and former owners whose entry may yet be made.
+    The owners of entries in this process, and former owners whose entry may still be made.
 
     These are released at each beat, by their ids. One that was sent twice isn't before its lease
     has ended: that would release a live lease.
