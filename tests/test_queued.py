@@ -177,14 +177,22 @@ def test_grants_of_other_processes_are_not_renewed(backend, other):
 # Waiting
 
 
-def test_a_waiter_alone_keeps_its_session(backend, other, service, time):
-    taken = take(other, claim("x", ttl=1000))
-    sent = claim("x", ttl=3)
-    assert isinstance(backend.acquire(sent, waiting(time, 60)), Granted) is False
-    meanwhile(service, *[lambda: time.pass_by(1)] * 50, lambda: other.release(taken))
+def test_a_waiter_alone_keeps_its_session_and_its_place(backend, other, service, time):
+    taken, sent = take(other, claim("x", ttl=1000)), claim("x", ttl=3)
+    acts = [*[lambda: time.pass_by(1)] * 50, lambda: other.release(taken)]
+    meanwhile(service, *acts)
     answer = backend.acquire(sent, waiting(time, 60))
     assert isinstance(answer, Granted)
-    assert service.owners("x") == [sent.owner]
+    assert answer.token == taken.token + 1
+    assert service.requests.count("open") == 2
+
+
+def test_a_place_in_the_queue_is_no_lock(backend, other, service):
+    take(other, claim("x"))
+    session, sent = backend._session(30), claim("x")
+    place = backend.enter(session.id, sent, False)
+    entry = Entry(session, place.number)
+    assert not backend.verify(Grant("x", sent.owner, handle=entry))
 
 
 @pytest.fixture(autouse=True)
