@@ -27,8 +27,6 @@ from .redis.nodes import Node, Nodes, NoMajority
 
 logger = logging.getLogger(__name__)
 
-#: Fewer nodes than this can't lose one.
-FEWEST = 3
 #: The part of a ttl and the seconds by which clocks may differ while it lasts.
 DRIFT, DRIFT_SECONDS = 0.01, 0.002
 #: Longest pauses before an acquire repeats a split vote.
@@ -102,8 +100,7 @@ class RedlockBackend(CellBackend):
     def close(self) -> None:
         for nodes in self._nodes.all():
             for node in nodes.all:
-                while (connection := node.get()) is not None:
-                    connection.disconnect()
+                node.close()
 
     def take(self, claim: Claim) -> Granted | Held:
         for pause in SPLIT_PAUSES:
@@ -116,35 +113,41 @@ class RedlockBackend(CellBackend):
 
     def _take(self, claim: Claim) -> Granted | Held | None:
         """Return None for a split vote."""
-        nodes, since = self._nodes.get(), clock()
-        first = ("1", self._key(claim.name), claim.owner, _milliseconds(claim.ttl))
-        answers = nodes.ask("EVAL", TAKE, *first, claim.identity)
+        since, nodes = clock(), self._nodes.get()
+        terms = ("1", self._key(claim.name), claim.owner, _milliseconds(claim.ttl))
+        answers = nodes.ask("EVAL", TAKE, *terms, claim.identity)
         mine = [node for node, answer in answers.items() if answer == 1]
         is_in_time = clock() - since < claim.ttl * (1 - DRIFT) - DRIFT_SECONDS
         if is_in_time and len(mine) >= nodes.majority:
             return Granted(None, since)
-        if mine:
-            nodes.ask("EVAL", GIVE, *first, among=mine)
-        nodes.require_majority(answers)
+        # Before the next request finds other faults.
+        failure = nodes.failure(answers)
+        if mine or len(answers) < len(nodes.all):
+            # A silent node may carry it out yet.
+            nodes.ask("EVAL", GIVE, *terms, needed=len(mine), undoes=True)
+        if failure:
+            raise failure
         others = [answer for answer in answers.values() if answer != 1]
         return _holder(others, len(answers), nodes.majority)
 
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
-        answers: list[Renewal] = []
+        decided: list[bool | None] = []
         failure: NoMajority | None = None
         for start in range(0, len(grants), AT_ONCE):
-            part = grants[start : start + AT_ONCE]
-            # Each further request might take as long as the one that failed.
-            decided, failure = self._vote(EXTEND, part) if failure is None else ([], failure)
-            answers += map(_RENEWALS.__getitem__, decided or [None] * len(part))
+            found, why = self._vote(EXTEND, grants[start : start + AT_ONCE])
+            decided, failure = decided + found, why or failure
+            if found.count(None) == len(found):
+                # A further request might take as long.
+                decided += [None] * (len(grants) - len(decided))
+                break
         if failure:
             runtime.notify(
                 logger.warning,
                 "Redlock of alias %r could not renew %d of %d leases: %s",
-                *(self.config.alias, answers.count(Renewal.UNKNOWN), len(grants), failure),
+                *(self.config.alias, decided.count(None), len(grants), failure),
                 extra=logs.facts(alias=self.config.alias, reason=str(failure)),
             )
-        return answers
+        return [_RENEWALS[each] for each in decided]
 
     def release(self, grant: Grant) -> bool:
         return self._decide("release", GIVE, grant)
@@ -168,7 +171,7 @@ class RedlockBackend(CellBackend):
         nodes = self._nodes.get()
         keys = [self._key(grant.name) for grant in grants]
         terms = [term for each in grants for term in (each.owner, _milliseconds(each.ttl))]
-        answers = nodes.ask("EVAL", script, str(len(keys)), *keys, *terms)
+        answers = nodes.ask("EVAL", script, str(len(keys)), *keys, *terms, undoes=script is GIVE)
         decided: list[bool | None] = [None] * len(grants)
         for place, votes in enumerate(zip(*answers.values(), strict=True)):
             if (yes := sum(votes)) >= nodes.majority:
@@ -183,7 +186,8 @@ class RedlockBackend(CellBackend):
             part = names[start : start + AT_ONCE]
             with self._asking("look up locks"):
                 answers = nodes.ask("EVAL", LOOK, str(len(part)), *map(self._key, part))
-                nodes.require_majority(answers)
+                if failure := nodes.failure(answers):
+                    raise failure
             for name, seen in zip(part, zip(*answers.values(), strict=True), strict=True):
                 if held := _holder(seen, len(answers), nodes.majority):
                     found[name] = held
@@ -202,7 +206,7 @@ class RedlockBackend(CellBackend):
                 remedy = "List the servers themselves: a failover can lose locks."
                 yield Problem("E007", f"{where} has a URL of Sentinels.", remedy)
         count, distinct = len(urls), len(set(urls))
-        if distinct < count or count < FEWEST:
+        if distinct < count or count < 3:
             what = f"{where} lists {distinct} different nodes in {count} URLs."
             remedy = "List 3 or 5 independent Redis servers: a majority of them has to answer."
             yield Problem("E054", what, remedy)
@@ -224,10 +228,10 @@ class RedlockBackend(CellBackend):
         for node in answers:
             where = f"Node {node.label} of {self.config.where()}"
             try:
-                client = redis.Redis(connection_pool=node.pool)
+                client = redis.Redis.from_pool(node.pool)
                 info = client.info()
                 # A replica has the second one of its primary.
-                for key in (info.get("run_id"), info.get("master_replid")):
+                for key in filter(None, map(info.get, ("run_id", "master_replid"))):
                     other = servers.setdefault(key, node)
                     if other is not node:
                         what = f"{where} is the same server as node {other.label}, or its replica."
@@ -240,7 +244,7 @@ class RedlockBackend(CellBackend):
                 if not info.get("aof_enabled") or fsync != "always":
                     forgetful.append(node.label)
             except RedisError as exc:
-                yield Problem("W055", f"{where} could not be checked: {exc}", "Grant INFO, CONFIG.")
+                yield Problem("W055", f"{where} could not be checked: {exc}", "Allow INFO, CONFIG.")
         if forgetful:
             what = f"After a crash these nodes forget locks: {', '.join(forgetful)}. A lock"
             what += " can be granted again while its holder still runs. Tokens still rise."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import select
@@ -19,12 +20,71 @@ from .connections import MAX_IDLE
 
 #: Seconds that the other nodes have at least, once a majority has answered.
 GRACE = 0.02
-#: Seconds for which a node that failed isn't asked.
-MUTE = 1.0
+#: Seconds without an answer after which a node isn't asked, and for how long: a write to a disk
+#: takes 20 ms now and then.
+SILENCE, MUTE = 0.1, 1.0
+#: Late answers for which a connection is kept.
+MAX_LATE = 100
 
 
 class NoMajority(Exception):
     """Too few nodes answered, or their answers decide nothing."""
+
+
+class Line:
+    """
+    A connection to a node, which may still have to send late answers.
+
+    It is used all the same: a node carries out the requests of one connection in their order. On
+    another connection, a release could overtake the acquire that it undoes.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        #: Requests without an answer.
+        self.open = 0
+
+    @property
+    def number(self) -> int:
+        """The number of its file, for `poll()`."""
+        # redis-py 5.2 to 8 has no other way to wait for several connections.
+        return int(self.connection._sock.fileno())
+
+    def send(self, packed: Any) -> None:
+        self.open += 1
+        self.connection.send_packed_command(packed, check_health=False)
+
+    def read(self) -> Any:
+        self.open -= 1
+        return self.connection.read_response(disable_decoding=True)
+
+    def is_answered(self) -> bool:
+        """Return whether the answer to the last request has come. Something has."""
+        if self.open > 1:
+            self._skip(1)
+            return self.open == 1 and bool(self.connection.can_read(0))
+        return True
+
+    def is_usable(self) -> bool:
+        """Return whether the server hasn't closed it: one that closed one has often closed all."""
+        poll = select.poll()
+        poll.register(self.number, select.POLLIN)
+        # Fast, but what TLS sends besides answers looks like one.
+        if not poll.poll(0):
+            return True
+        try:
+            self._skip(0)
+            return self.open > 0 or not self.connection.can_read(0)
+        except RedisError:
+            return False
+
+    def _skip(self, kept: int) -> None:
+        while self.open > kept and self.connection.can_read(0):
+            with contextlib.suppress(ResponseError):
+                self.read()
+
+    def close(self) -> None:
+        self.connection.disconnect()
 
 
 class Node:
@@ -35,44 +95,51 @@ class Node:
         #: Its address, without user and password.
         self.label = parts.netloc.rpartition("@")[2] or parts.path
         self.pool = pool_of_url(url, timeout)
-        self.idle: deque[Any] = deque()
-        self.is_mute_until, self.fault = 0.0, ""
+        self.idle: deque[Line] = deque()
+        self.hear()
 
     def connect(self, done: queue.SimpleQueue[Node]) -> None:
         """Add an idle connection. It may come too late for the request that needs it."""
         try:
             connection = self.pool.make_connection()
             connection.connect()
-            self.put(connection)
+            self.put(Line(connection))
         except Exception as exc:
             self.mute(exc)
         finally:
             done.put(self)
 
-    def put(self, connection: Any) -> None:
-        if len(self.idle) < MAX_IDLE:
-            self.idle.append(connection)
+    def put(self, line: Line) -> None:
+        if len(self.idle) < MAX_IDLE and line.open <= MAX_LATE:
+            self.idle.append(line)
         else:
-            connection.disconnect()
+            line.close()
 
-    def get(self) -> Any:
-        """Return an idle connection that the server hasn't closed; None if there is none."""
-        while self.idle:
-            try:
-                connection = self.idle.pop()
-                # A server that closed one has often closed all. An answer would be another's.
-                if not _is_readable(connection):
-                    return connection
-            except IndexError:
-                break
-            except RedisError:
-                pass
-            connection.disconnect()
+    def get(self) -> Line | None:
+        """Return an idle connection that can be used, if there is one."""
+        with contextlib.suppress(IndexError):
+            while True:
+                line = self.idle.pop()
+                if line.is_usable():
+                    return line
+                line.close()
         return None
+
+    def close(self) -> None:
+        while (line := self.get()) is not None:
+            line.close()
 
     def hear(self) -> None:
         """Note that it answered."""
-        self.is_mute_until, self.fault = 0.0, ""
+        self.silent_since, self.is_mute_until, self.fault = math.inf, 0.0, ""
+
+    def miss(self, what: str, since: float) -> None:
+        """Note that it didn't answer a request in time."""
+        self.silent_since = min(since, self.silent_since)
+        if clock() >= self.silent_since + SILENCE:
+            self.mute(f"no {what} in time")
+        else:
+            self.is_mute_until, self.fault = 0.0, f"no {what} in time"
 
     def mute(self, why: Exception | str) -> None:
         """Don't ask this node for a while."""
@@ -90,70 +157,84 @@ class Nodes:
         self.majority = len(urls) // 2 + 1
         self._timeout = timeout
 
-    def ask(self, *command: str, among: Collection[Node] | None = None) -> dict[Node, Any]:
+    def ask(
+        self, *command: str, needed: int | None = None, undoes: bool = False
+    ) -> dict[Node, Any]:
         """
         Send a command to all nodes, and return the answers that came in time.
 
-        Once a majority has answered, the others have twice as long as it took. A node without an
-        answer isn't asked for a second, unless that leaves no majority.
+        Once a majority has answered, the others have twice as long as it took. A node that stays
+        silent isn't asked for a second, unless that leaves no majority.
+
+        Args:
+            needed: How many answers to wait for; by default a majority.
+            undoes: Also send it to silent nodes, which may carry out an earlier request yet.
         """
         began = clock()
-        asked = among or [node for node in self.all if node.is_mute_until <= began]
-        if not among and len(asked) < self.majority:
+        needed = self.majority if needed is None else needed
+        asked = [node for node in self.all if node.is_mute_until <= began]
+        if len(asked) < needed:
             asked = self.all
         for node in asked:
-            if node.fault:
-                # One request at a time finds out whether it is back, and may wait for it.
+            if node.is_mute_until:
+                # One request at a time finds out whether it is back, on a new connection.
                 node.is_mute_until = began + MUTE
-        needed = min(self.majority, len(asked))
+                node.close()
+        # The rest is for the answers of those that can be reached.
+        lines = self._connect(asked, needed, began, began + self._timeout / 2)
+        if undoes:
+            silent = [node for node in self.all if node not in lines]
+            lines |= {node: line for node in silent if (line := node.get()) is not None}
         end = began + self._timeout
-        lines = self._connect(asked, needed, began, end)
         answers: dict[Node, Any] = {}
         poll = select.poll()
         pending: dict[int, Node] = {}
         try:
             packed = None
-            for node, connection in list(lines.items()):
-                packed = packed or connection.pack_command(*command)
+            for node, line in list(lines.items()):
+                packed = packed or line.connection.pack_command(*command)
                 try:
-                    connection.send_packed_command(packed, check_health=False)
+                    line.send(packed)
+                    poll.register(line.number, select.POLLIN)
+                    pending[line.number] = node
                 except RedisError as exc:
                     node.mute(exc)
-                    lines.pop(node).disconnect()
-                else:
-                    number = _file_number(connection)
-                    pending[number] = node
-                    poll.register(number, select.POLLIN)
+                    lines.pop(node).close()
             while pending:
                 left = end - clock()
                 for number, _ in poll.poll(max(0, math.ceil(left * 1000))):
-                    poll.unregister(number)
-                    node = pending.pop(number)
+                    node = pending[number]
                     try:
-                        answers[node] = lines[node].read_response(disable_decoding=True)
+                        if not lines[node].is_answered():
+                            continue
+                        answers[node] = lines[node].read()
                         node.hear()
                     except ResponseError as exc:
-                        node.fault = str(exc)
+                        # The rest is the line of a script.
+                        node.fault = str(exc).partition(" script: ")[0]
                     except RedisError as exc:
                         node.mute(exc)
-                        lines.pop(node).disconnect()
-                        continue
-                    node.put(lines.pop(node))
+                        lines.pop(node).close()
+                    del pending[number]
+                    poll.unregister(number)
                 # Only now: this process may have been paused, and the answers be there.
                 if left <= 0:
                     break
                 end = _cut(end, began, len(answers), len(pending), needed)
-        finally:
-            # The next request would read this answer.
-            for connection in lines.values():
-                connection.disconnect()
+        except BaseException:
+            # Interrupted: it isn't known what was read.
+            for line in lines.values():
+                line.close()
+            raise
         for node in pending.values():
-            node.mute("no answer in time")
+            node.miss("answer", began)
+        for node, line in lines.items():
+            node.put(line)
         return answers
 
     def _connect(
         self, asked: Collection[Node], needed: int, began: float, end: float
-    ) -> dict[Node, Any]:
+    ) -> dict[Node, Line]:
         """Return a connection to each node that can be reached in time."""
         lines = {node: line for node in asked if (line := node.get()) is not None}
         missing = {node for node in asked if node not in lines}
@@ -175,12 +256,11 @@ class Nodes:
             if (line := node.get()) is not None:
                 lines[node] = line
         for node in missing:
-            node.mute("no connection in time")
+            node.miss("connection", began)
         return lines
 
-    def require_majority(self, answers: Mapping[Node, Any]) -> None:
-        if len(answers) < self.majority:
-            raise self.undecided(answers)
+    def failure(self, answers: Mapping[Node, Any]) -> NoMajority | None:
+        return self.undecided(answers) if len(answers) < self.majority else None
 
     def undecided(self, answers: Mapping[Node, Any]) -> NoMajority:
         """Return the error for a request that too few nodes answered alike."""
@@ -199,15 +279,3 @@ def _cut(end: float, began: float, come: int, missing: int, needed: int) -> floa
         return end
     now = clock()
     return min(end, now + max(GRACE, 2 * (now - began)))
-
-
-def _is_readable(connection: Any) -> bool:
-    poll = select.poll()
-    poll.register(_file_number(connection), select.POLLIN)
-    # The driver's own look is slow, but knows what TLS sends besides answers.
-    return bool(poll.poll(0)) and connection.can_read(0)
-
-
-def _file_number(connection: Any) -> int:
-    # redis-py 5.2 to 8 has no other way to wait for several connections.
-    return int(connection._sock.fileno())
