@@ -216,7 +216,7 @@ class RedlockBackend(CellBackend):
 
     def check(self) -> Iterator[Problem]:
         nodes = self._nodes.get()
-        answers = nodes.ask("PING")
+        answers = nodes.ask("PING", needed=len(nodes.all))
         if len(answers) < nodes.majority:
             why = self.unavailable("answer", nodes.undecided(answers))
             yield Problem("E013", str(why), "Start the servers, or correct LOCATION.")

@@ -99,11 +99,24 @@ class Node:
         self.hear()
 
     def connect(self, done: queue.SimpleQueue[Node]) -> None:
-        """Add an idle connection. It may come too late for the request that needs it."""
+        """
+        Add an idle connection, in another thread.
+
+        The driver blocks: in the name's look-up, TCP, TLS and the login. The connection may come
+        too late for the request that needs it, or another request may get it.
+        """
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=self._connect, args=[done], daemon=True).start()
+            return
+        # Too many threads, or the interpreter exits.
+        self._connect(done)
+
+    def _connect(self, done: queue.SimpleQueue[Node]) -> None:
         try:
             connection = self.pool.make_connection()
             connection.connect()
             self.put(Line(connection))
+            self.fault = ""
         except Exception as exc:
             self.mute(exc)
         finally:
@@ -239,22 +252,24 @@ class Nodes:
         lines = {node: line for node in asked if (line := node.get()) is not None}
         missing = {node for node in asked if node not in lines}
         done: queue.SimpleQueue[Node] = queue.SimpleQueue()
-        # Threads, since the driver blocks: in the name's look-up, TCP, TLS and the login.
         for node in missing:
-            try:
-                threading.Thread(target=node.connect, args=[done], daemon=True).start()
-            except RuntimeError:
-                # Too many threads, or the interpreter exits.
-                node.connect(done)
+            node.connect(done)
+        repeats = 2 * len(missing)
         while missing:
             end = _cut(end, began, len(lines), len(missing), needed)
             try:
                 node = done.get(timeout=max(0.0, end - clock()))
             except queue.Empty:
                 break
-            missing.discard(node)
             if (line := node.get()) is not None:
                 lines[node] = line
+            elif not node.fault and repeats:
+                repeats -= 1
+                node.connect(done)
+                continue
+            elif not node.fault:
+                node.mute("it closes each connection")
+            missing.discard(node)
         for node in missing:
             node.miss("connection", began)
         return lines
