@@ -32,7 +32,7 @@ from django_fencedlock.test.processes import Processes
 from tests.backends import REDLOCK
 from tests.failing import raising
 from tests.scripts import run_python
-from tests.servers import Authority, Redis, finding
+from tests.servers import Authority, Redis, ServerMissing, finding
 from tests.servers.process import free_port, wait_until
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.threads import at_once
@@ -309,16 +309,14 @@ def test_asking_extends_nothing(backend, nodes):
 
 @pytest.fixture
 def gaps(backend):
-    """Return a function that locks for some seconds, and returns the longest time between two."""
+    """Return a function that locks for some seconds, and returns how long each lock took."""
 
     def work(seconds):
-        longest, began = 0.0, clock()
-        last, count = began, 0
-        while clock() < began + seconds:
-            backend.release(take(backend, claim(f"x{count}")))
-            now = clock()
-            longest, last, count = max(longest, now - last), now, count + 1
-        return longest
+        moments, end = [clock()], clock() + seconds
+        while moments[-1] < end:
+            backend.release(take(backend, claim(f"x{len(moments)}")))
+            moments.append(clock())
+        return sorted(after - before for before, after in itertools.pairwise(moments))
 
     backend.release(take(backend, claim("warm")))
     return work
@@ -327,8 +325,10 @@ def gaps(backend):
 def test_one_node_killed_and_one_paused_delay_no_lock(gaps, nodes):
     nodes[0].kill()
     nodes[1].pause()
-    # The limit of a request is 2 s. On a quiet machine it is 0.04 s.
-    assert gaps(2.5) < 1
+    found = gaps(2.5)
+    # The limit of a request is 2 s. On a quiet machine it is 0.06 s, five times or so.
+    assert found[-1] < 1
+    assert found[-len(found) // 5] < transport.GRACE
 
 
 def test_a_first_request_is_not_delayed_either(nodes, backend):
@@ -455,7 +455,13 @@ def test_tls_and_a_password_for_each_node(make_redis, closing):
         options |= {"tls-cert-file": certificate.certificate, "tls-key-file": certificate.key}
         options["tls-ca-cert-file"] = authority.certificate
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        make_redis(*words).execute("CONFIG", "SET", "requirepass", f"secret{number}")
+        try:
+            node = make_redis(*words)
+        except RuntimeError as exc:
+            if "tls-port" not in str(exc):
+                raise
+            pytest.skip(str(ServerMissing("Redis with TLS", "apt-get install redis-server")))
+        node.execute("CONFIG", "SET", "requirepass", f"secret{number}")
         urls.append(f"rediss://:secret{number}@127.0.0.1:{port}?ssl_ca_certs=")
     trusting = closing(RedlockBackend(config_of([f"{url}{authority.certificate}" for url in urls])))
     for _ in range(3):

@@ -195,9 +195,8 @@ class Nodes:
                 node.close()
         # The rest is for the answers of those that can be reached.
         lines = self._connect(asked, needed, began, began + self._timeout / 2)
-        if undoes:
-            silent = [node for node in self.all if node not in lines]
-            lines |= {node: line for node in silent if (line := node.get()) is not None}
+        silent = {node for node in self.all if undoes and node not in lines}
+        lines |= {node: line for node in silent if (line := node.get()) is not None}
         end = began + self._timeout
         answers: dict[Node, Any] = {}
         poll = select.poll()
@@ -208,11 +207,13 @@ class Nodes:
                 packed = packed or line.connection.pack_command(*command)
                 try:
                     line.send(packed)
-                    poll.register(line.number, select.POLLIN)
-                    pending[line.number] = node
+                    if node not in silent:
+                        poll.register(line.number, select.POLLIN)
+                        pending[line.number] = node
                 except RedisError as exc:
                     node.mute(exc)
                     lines.pop(node).close()
+            sent = clock()
             while pending:
                 left = end - clock()
                 for number, _ in poll.poll(max(0, math.ceil(left * 1000))):
@@ -233,14 +234,14 @@ class Nodes:
                 # Only now: this process may have been paused, and the answers be there.
                 if left <= 0:
                     break
-                end = _cut(end, began, len(answers), len(pending), needed)
+                end = _cut(end, sent, len(answers), len(pending), needed)
         except BaseException:
             # Interrupted: it isn't known what was read.
             for line in lines.values():
                 line.close()
             raise
         for node in pending.values():
-            node.miss("answer", began)
+            node.miss("answer", sent)
         for node, line in lines.items():
             node.put(line)
         return answers
