@@ -199,8 +199,7 @@ class TestConsul(Queued):
 
 
 def launch_nodes():
-    durable = ("--appendonly", "yes", "--appendfsync", "always")
-    return [Redis.launch(finding.redis(), *durable) for _ in range(3)]
+    return [Redis.launch(finding.redis()) for _ in range(3)]
 
 
 @real("default", "postgres")
@@ -305,7 +304,7 @@ class TestOutageOfAMajorityOfRedlock(Private):
     def launch(self, request):
         launch = request.getfixturevalue("make_redis")
         # Their locks must be there when they are back.
-        self.nodes = [launch("--appendonly", "yes", "--appendfsync", "always") for _ in range(3)]
+        self.nodes = [launch("--appendonly", "yes") for _ in range(3)]
         return Several(self.nodes[1:])
 
     def address(self, request):

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import redis
-
 from .. import logs
 from ..conf import AliasConfig, Problem
 from ..core import runtime
@@ -106,7 +104,7 @@ class RedlockBackend(CellBackend):
         for pause in SPLIT_PAUSES:
             if answer := self._take(claim):
                 return answer
-            # Several claims at once got a part of the nodes each, and gave them back. One that
+            # Several claims at once got a part of the nodes each, and released them. A claim that
             # doesn't wait is refused only if another owner has the lock.
             time.sleep(random.uniform(0, pause))
         return self._take(claim) or Held()
@@ -228,7 +226,7 @@ class RedlockBackend(CellBackend):
         for node in answers:
             where = f"Node {node.label} of {self.config.where()}"
             try:
-                client = redis.Redis.from_pool(node.pool)
+                client = node.client()
                 info = client.info()
                 # A replica has the second one of its primary.
                 for key in filter(None, map(info.get, ("run_id", "master_replid"))):

@@ -12,10 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import redis
 from redis.exceptions import ResponseError
 
 from ...core.runtime import clock
-from .client import RedisError, pool_of_url
+from .client import Client, RedisError, pool_of_url
 from .connections import MAX_IDLE
 
 #: Seconds that the other nodes have at least, once a majority has answered.
@@ -121,6 +122,10 @@ class Node:
             self.mute(exc)
         finally:
             done.put(self)
+
+    def client(self) -> Client:
+        """Return a client for commands to this node alone."""
+        return redis.Redis.from_pool(self.pool)
 
     def put(self, line: Line) -> None:
         if len(self.idle) < MAX_IDLE and line.open <= MAX_LATE:
