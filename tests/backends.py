@@ -3,6 +3,7 @@
 DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
+REDLOCK = "django_fencedlock.backends.redlock.RedlockBackend"
 ETCD = "django_fencedlock.backends.etcd.EtcdBackend"
 CONSUL = "django_fencedlock.backends.consul.ConsulBackend"
 MYSQL = "django_fencedlock.backends.mysql.MysqlBackend"

@@ -1,6 +1,7 @@
 """The contract on every backend and server."""
 
 import contextlib
+import functools
 import os
 import sqlite3
 
@@ -18,8 +19,8 @@ from django_fencedlock.test.contract import (
     OutageContract,
     WaitingContract,
 )
-from tests.backends import CONSUL, DATABASE, ETCD, MYSQL, POSTGRES, REDIS
-from tests.servers import Consul, finding, shared
+from tests.backends import CONSUL, DATABASE, ETCD, MYSQL, POSTGRES, REDIS, REDLOCK
+from tests.servers import Consul, Redis, finding, shared
 
 pytestmark = pytest.mark.slow
 
@@ -197,6 +198,27 @@ class TestConsul(Queued):
         return {"BACKEND": CONSUL, "FENCE_DATABASE": "postgres", **location, **options}
 
 
+def launch_nodes():
+    return [Redis.launch(finding.redis()) for _ in range(3)]
+
+
+@real("default", "postgres")
+class TestRedlock(Configured, LockContract, ExpiryContract, DataLossContract):
+    nodes = staticmethod(functools.cache(launch_nodes))
+
+    # A renewal that sets a key which is gone would undo a forced release.
+    test_a_forgotten_holder_keeps_a_lock_that_no_other_holder_acquired = None
+
+    @classmethod
+    def fencedlock(cls):
+        urls = [node.url for node in cls.nodes()]
+        return {"BACKEND": REDLOCK, "LOCATION": urls, "FENCE_DATABASE": "postgres"}
+
+    def lose_data(self):
+        for node in self.nodes():
+            node.execute("FLUSHALL")
+
+
 # Unavailable services
 
 
@@ -273,6 +295,28 @@ class TestOutageOfConsul(Private):
     def address(self, request):
         location = {"LOCATION": self.server.url, "FENCE_DATABASE": "postgres"}
         return {**location, "OPTIONS": {"TIMEOUT": 1, "SESSION_TTL_MIN": 1}}
+
+
+class Several:
+    def __init__(self, servers):
+        self.servers = servers
+
+    def __getattr__(self, name):
+        return lambda: [getattr(server, name)() for server in self.servers]
+
+
+@real("default", "postgres")
+class TestOutageOfAMajorityOfRedlock(Private):
+    backend = REDLOCK
+
+    def launch(self, request):
+        launch = request.getfixturevalue("make_redis")
+        # Their locks must be there when they are back.
+        self.nodes = [launch("--appendonly", "yes") for _ in range(3)]
+        return Several(self.nodes[1:])
+
+    def address(self, request):
+        return {"LOCATION": [node.url for node in self.nodes], "FENCE_DATABASE": "postgres"}
 
 
 @real("default")

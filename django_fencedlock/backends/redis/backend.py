@@ -249,16 +249,17 @@ def server_problems(client: Client, alias: str) -> Iterator[Problem]:
     where = f"The Redis of FENCEDLOCK[{alias!r}]"
     if is_cluster(client):
         for node in client.get_primaries():
-            yield from _problems(f"{where} (node {node.name})", client, target_nodes=node)
+            yield from node_problems(f"{where} (node {node.name})", client, target_nodes=node)
         return
-    yield from _problems(where, client)
+    yield from node_problems(where, client)
     if client.info("cluster").get("cluster_enabled"):
         what = f"{where} is one node of a Cluster: locks of the other nodes fail."
         remedy = "Give a function that returns a redis.RedisCluster as OPTIONS['CLIENT_FACTORY']."
         yield Problem("E017", what, remedy)
 
 
-def _problems(where: str, client: Client, **target: Any) -> Iterator[Problem]:
+def node_problems(where: str, client: Client, **target: Any) -> Iterator[Problem]:
+    """Look at one server; `where` names it in messages."""
     info = client.info(**target)
     version = str(info.get("redis_version", "unknown"))
     # Valkey reports that it is Redis 7.2, beside its own version.

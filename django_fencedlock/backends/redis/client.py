@@ -49,7 +49,7 @@ _SOURCES = (
 def make_client(config: AliasConfig) -> Client:
     """Make a client as the settings describe it, with connections of its own."""
     if config.location:
-        return redis.Redis.from_pool(_pool_of_url(config.location, config.timeout))
+        return redis.Redis.from_pool(pool_of_url(config.location, config.timeout))
     if "CACHE" in config.options:
         from django_redis import get_redis_connection
 
@@ -92,7 +92,8 @@ def _limits(timeout: float) -> dict[str, Any]:
     }
 
 
-def _pool_of_url(url: str, timeout: float) -> Any:
+def pool_of_url(url: str, timeout: float) -> Any:
+    """Make a pool to the server that a URL names."""
     if urlsplit(url).scheme in ("redis+sentinel", "rediss+sentinel"):
         return _pool_of_sentinels(url, timeout)
     options = _limits(timeout) | parse_url(url)
@@ -138,11 +139,7 @@ def settings_problems(config: AliasConfig) -> Iterator[Problem]:
         found = f"has {' and '.join(named)}" if named else "names no Redis"
         yield Problem("E007", f"{config.where()} {found}.", _SOURCES)
     elif config.location:
-        if _fault_of_url(config.location):
-            url = without_secrets(config.location)
-            # The fault of the URL as shown: that of the real one may quote a part of the password.
-            why = _fault_of_url(url) or f"a character in {HIDDEN} must be quoted"
-            yield Problem("E007", f"{config.where('LOCATION')} is {url!r}: {why}.", _FORMS)
+        yield from url_problems(config, config.location)
     elif "CACHE" in config.options:
         alias = config.options["CACHE"]
         if why := _fault_of_cache(alias):
@@ -155,13 +152,21 @@ def settings_problems(config: AliasConfig) -> Iterator[Problem]:
             yield Problem("E008", what, _SOURCES)
 
 
-def _fault_of_url(url: str) -> str:
+def url_problems(config: AliasConfig, url: str) -> Iterator[Problem]:
+    if fault_of_url(url):
+        url = without_secrets(url)
+        # The fault of the URL as shown: that of the real one may quote a part of the password.
+        why = fault_of_url(url) or f"a character in {HIDDEN} must be quoted"
+        yield Problem("E007", f"{config.where('LOCATION')} is {url!r}: {why}.", _FORMS)
+
+
+def fault_of_url(url: str) -> str:
     """Return why a URL can't be used; empty if it can."""
     try:
         # An unquoted character of a password ends the host, and the rest becomes the path.
         if urlsplit(url).scheme != "unix" and "@" in urlsplit(url).path:
             return "it has an @ in its path"
-        _pool_of_url(url, TIMEOUT)
+        pool_of_url(url, TIMEOUT)
     # A pool reports an unknown option of its URL only when it makes a connection.
     except (TypeError, ValueError) as exc:
         return str(exc).removesuffix(".")
