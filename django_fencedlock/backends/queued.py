@@ -109,6 +109,8 @@ class QueuedBackend(Backend):
 
     def _reset(self) -> None:
         self._opening = threading.Lock()
+        #: By ttl: when a session couldn't be opened, and why.
+        self._failed: dict[float, tuple[float, Exception]] = {}
         self._sessions: dict[float, Session] = {}
         #: By owner id: the session of each acquire that began and each grant.
         self._owners: dict[str, Session | None] = {}
@@ -229,11 +231,19 @@ class QueuedBackend(Backend):
         session = self._sessions.get(seconds)
         if session and (self._is_young(session) or self._beat(session, {}) is not None):
             return session
+        began = clock()
         with self._opening:
             if session := self._sessions.get(seconds):
                 return session
+            # Each of ten threads would wait for as many timeouts as there are threads before it.
+            if (failed := self._failed.get(seconds)) and failed[0] > began:
+                raise failed[1]
             since = clock()
-            session = Session(self.open(seconds), seconds, since)
+            try:
+                session = Session(self.open(seconds), seconds, since)
+            except self.errors as exc:
+                self._failed[seconds] = clock(), exc
+                raise
             self._sessions[seconds] = session
             return session
 
