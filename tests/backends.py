@@ -5,6 +5,7 @@ POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
 ETCD = "django_fencedlock.backends.etcd.EtcdBackend"
 CONSUL = "django_fencedlock.backends.consul.ConsulBackend"
+ZOOKEEPER = "django_fencedlock.backends.zookeeper.ZooKeeperBackend"
 MYSQL = "django_fencedlock.backends.mysql.MysqlBackend"
 
 BACKENDS = {

@@ -18,7 +18,7 @@ from django_fencedlock.test.contract import (
     OutageContract,
     WaitingContract,
 )
-from tests.backends import CONSUL, DATABASE, ETCD, MYSQL, POSTGRES, REDIS
+from tests.backends import CONSUL, DATABASE, ETCD, MYSQL, POSTGRES, REDIS, ZOOKEEPER
 from tests.servers import Consul, finding, shared
 
 pytestmark = pytest.mark.slow
@@ -186,6 +186,16 @@ class TestEtcd(Queued):
 
 
 @real("default", "postgres")
+class TestZooKeeper(Queued):
+    needed = "shared_zookeeper"
+
+    @classmethod
+    def fencedlock(cls):
+        location = {"LOCATION": shared.zookeeper().hosts, "KEY_PREFIX": "contract/"}
+        return {"BACKEND": ZOOKEEPER, "FENCE_DATABASE": "postgres", **location}
+
+
+@real("default", "postgres")
 class TestConsul(Queued):
     needed = "shared_consul"
 
@@ -245,6 +255,18 @@ class TestOutageOfRedis(Private):
 class TestOutageOfValkey(TestOutageOfRedis):
     def launch(self, request):
         return request.getfixturevalue("make_valkey")()
+
+
+@real("default", "postgres")
+class TestOutageOfZooKeeper(Private):
+    backend = ZOOKEEPER
+
+    def launch(self, request):
+        # For leases of a minute.
+        return request.getfixturevalue("make_zookeeper")("maxSessionTimeout=60000")
+
+    def address(self, request):
+        return {"LOCATION": self.server.url, "FENCE_DATABASE": "postgres"}
 
 
 @real("default", "postgres")
