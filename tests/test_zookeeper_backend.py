@@ -645,3 +645,25 @@ def test_leases_are_renewed_from_another_thread_under_gevent(shared_zookeeper):
     """
     told = run_python(shared_zookeeper.hosts, code=code, DJANGO_SETTINGS_MODULE="tests.settings")
     assert told.stdout.split() == ["True", "False", "True", "True"], told.stderr
+
+
+@pytest.mark.slow
+def test_a_network_that_loses_and_delays_answers_breaks_nothing(
+    shared_zookeeper, make_proxy, tmp_path
+):
+    proxy = make_proxy(shared_zookeeper.host, shared_zookeeper.port)
+    log = tmp_path / "log"
+
+    def disturb():
+        wait_until(log.exists, "a grant", 60)
+        for number in range(12):
+            proxy.delay(to_client=0.02 * (number % 3))
+            proxy.cut_after(to_client=500 * number + 1)
+            time.sleep(0.2)
+            if number % 4 == 3:
+                proxy.drop_replies()
+                time.sleep(0.3)
+                proxy.pass_through()
+        proxy.delay()
+
+    run_workers(f"{proxy.host}:{proxy.port}/lossy", log, 4, 100, disturb)
