@@ -6,6 +6,7 @@ REDIS = "django_fencedlock.backends.redis.RedisBackend"
 REDLOCK = "django_fencedlock.backends.redlock.RedlockBackend"
 ETCD = "django_fencedlock.backends.etcd.EtcdBackend"
 CONSUL = "django_fencedlock.backends.consul.ConsulBackend"
+ZOOKEEPER = "django_fencedlock.backends.zookeeper.ZooKeeperBackend"
 MYSQL = "django_fencedlock.backends.mysql.MysqlBackend"
 
 BACKENDS = {

@@ -19,7 +19,7 @@ from django_fencedlock.test.contract import (
     OutageContract,
     WaitingContract,
 )
-from tests.backends import CONSUL, DATABASE, ETCD, MYSQL, POSTGRES, REDIS, REDLOCK
+from tests.backends import CONSUL, DATABASE, ETCD, MYSQL, POSTGRES, REDIS, REDLOCK, ZOOKEEPER
 from tests.servers import Consul, Redis, finding, shared
 
 pytestmark = pytest.mark.slow
@@ -187,6 +187,16 @@ class TestEtcd(Queued):
 
 
 @real("default", "postgres")
+class TestZooKeeper(Queued):
+    needed = "shared_zookeeper"
+
+    @classmethod
+    def fencedlock(cls):
+        location = {"LOCATION": shared.zookeeper().hosts, "KEY_PREFIX": "contract/"}
+        return {"BACKEND": ZOOKEEPER, "FENCE_DATABASE": "postgres", **location}
+
+
+@real("default", "postgres")
 class TestConsul(Queued):
     needed = "shared_consul"
 
@@ -275,6 +285,17 @@ class TestOutageOfEtcd(TestOutageOfRedis):
 
     def launch(self, request):
         return request.getfixturevalue("make_etcd")()
+
+
+class TestOutageOfZooKeeper(Private):
+    backend = ZOOKEEPER
+
+    def launch(self, request):
+        # For leases of a minute.
+        return request.getfixturevalue("make_zookeeper")("maxSessionTimeout=60000")
+
+    def address(self, request):
+        return {"LOCATION": self.server.url, "FENCE_DATABASE": "postgres"}
 
 
 @real("default", "postgres")

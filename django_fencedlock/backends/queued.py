@@ -104,6 +104,8 @@ class QueuedBackend(Backend):
 
     def _reset(self) -> None:
         self._opening = threading.Lock()
+        #: By ttl: when a session couldn't be opened, and why.
+        self._failed: dict[float, tuple[float, Exception]] = {}
         self._sessions: dict[float, Session] = {}
         self._doubts = Doubts()
 
@@ -213,11 +215,20 @@ class QueuedBackend(Backend):
         session = self._sessions.get(seconds)
         if session and self._is_kept(session):
             return session
+        began = clock()
         with self._opening:
             if session := self._sessions.get(seconds):
                 return session
+            # Each of ten threads would wait for as many timeouts as there are threads before it.
+            if (failed := self._failed.get(seconds)) and failed[0] > began:
+                raise failed[1]
             since = clock()
             session = Session(self.open(seconds), seconds, since, since + seconds / BEATS)
+            try:
+                session = Session(self.open(seconds), seconds, since)
+            except self.errors as exc:
+                self._failed[seconds] = clock(), exc
+                raise
             self._sessions[seconds] = session
             return session
 

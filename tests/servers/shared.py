@@ -75,7 +75,9 @@ def etcd() -> Etcd:
 
 
 def zookeeper() -> ZooKeeper:
-    return _shared("zookeeper", ZooKeeper, lambda: ZooKeeper.launch(finding.zookeeper()))
+    # Locks of the tests have a ttl of up to a minute.
+    line = "maxSessionTimeout=60000"
+    return _shared("zookeeper", ZooKeeper, lambda: ZooKeeper.launch(finding.zookeeper(), line))
 
 
 def consul() -> Consul:
