@@ -6,6 +6,7 @@ REDIS = "django_fencedlock.backends.redis.RedisBackend"
 ETCD = "django_fencedlock.backends.etcd.EtcdBackend"
 CONSUL = "django_fencedlock.backends.consul.ConsulBackend"
 MYSQL = "django_fencedlock.backends.mysql.MysqlBackend"
+DYNAMODB = "django_fencedlock.backends.dynamodb.DynamoDBBackend"
 
 BACKENDS = {
     "database": {},
