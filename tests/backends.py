@@ -8,6 +8,7 @@ ETCD = "django_fencedlock.backends.etcd.EtcdBackend"
 CONSUL = "django_fencedlock.backends.consul.ConsulBackend"
 ZOOKEEPER = "django_fencedlock.backends.zookeeper.ZooKeeperBackend"
 MYSQL = "django_fencedlock.backends.mysql.MysqlBackend"
+DYNAMODB = "django_fencedlock.backends.dynamodb.DynamoDBBackend"
 
 BACKENDS = {
     "database": {},

@@ -11,7 +11,7 @@ from django_fencedlock import checks, conf, lock
 from django_fencedlock.checks import check_services, check_settings
 from django_fencedlock.exceptions import SettingsError
 from django_fencedlock.storage.connections import ConnectionPool
-from tests.backends import DATABASE, POSTGRES, REDIS, REDLOCK
+from tests.backends import DATABASE, DYNAMODB, POSTGRES, REDIS, REDLOCK
 from tests.failing import raising
 from tests.scripts import run_python
 
@@ -204,6 +204,11 @@ def test_a_lock_with_broken_settings_says_the_same_as_the_check(settings, given)
             {"BACKEND": REDLOCK, "LOCATION": ["redis://x", "redis://y", "redis://z"]},
             f"{ALIAS}['BACKEND']: The redis backend needs redis-py. "
             "Run: pip install 'django-fencedlock[redis]'",
+            "boto3",
+            "default",
+            {"BACKEND": DYNAMODB, "LOCATION": "locks"},
+            f"{ALIAS}['BACKEND']: The dynamodb backend needs boto3. "
+            "Run: pip install 'django-fencedlock[dynamodb]'",
         ),
     ],
 )

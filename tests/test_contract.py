@@ -10,6 +10,7 @@ from django.core.management import call_command
 from django.db import connections
 from django.test import override_settings
 
+from django_fencedlock.backends.dynamodb import create_table
 from django_fencedlock.backends.postgres import holding
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.test.contract import (
@@ -19,8 +20,18 @@ from django_fencedlock.test.contract import (
     OutageContract,
     WaitingContract,
 )
-from tests.backends import CONSUL, DATABASE, ETCD, MYSQL, POSTGRES, REDIS, REDLOCK, ZOOKEEPER
-from tests.servers import Consul, Redis, finding, shared
+from tests.backends import (
+    CONSUL,
+    DATABASE,
+    DYNAMODB,
+    ETCD,
+    MYSQL,
+    POSTGRES,
+    REDIS,
+    REDLOCK,
+    ZOOKEEPER,
+)
+from tests.servers import Consul, DynamoDB, Redis, finding, shared
 
 pytestmark = pytest.mark.slow
 
@@ -229,6 +240,32 @@ class TestRedlock(Configured, LockContract, ExpiryContract, DataLossContract):
             node.execute("FLUSHALL")
 
 
+@real("default", "postgres")
+class TestDynamoDB(Configured, LockContract, ExpiryContract, DataLossContract):
+    needed = "shared_dynamodb"
+    # A table is restored as a whole, and its locks are lost then.
+    test_a_forgotten_holder_keeps_a_lock_that_no_other_holder_acquired = None
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def table(cls, configured):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("AWS_ACCESS_KEY_ID", DynamoDB.access_key)
+            patch.setenv("AWS_SECRET_ACCESS_KEY", DynamoDB.secret_key)
+            create_table()
+            yield
+
+    @classmethod
+    def fencedlock(cls):
+        options = {"REGION": DynamoDB.region, "ENDPOINT": shared.dynamodb().url}
+        terms = {"LOCATION": "contract", "OPTIONS": options}
+        return {"BACKEND": DYNAMODB, "FENCE_DATABASE": "postgres", **terms}
+
+    def lose_data(self):
+        shared.dynamodb().request("DeleteTable", {"TableName": "contract"})
+        create_table()
+
+
 # Unavailable services
 
 
@@ -338,6 +375,25 @@ class TestOutageOfAMajorityOfRedlock(Private):
 
     def address(self, request):
         return {"LOCATION": [node.url for node in self.nodes], "FENCE_DATABASE": "postgres"}
+
+
+@real("default", "postgres")
+class TestOutageOfDynamoDB(Private):
+    backend = DYNAMODB
+
+    def launch(self, request):
+        return request.getfixturevalue("make_dynamodb")(durable=True)
+
+    @pytest.fixture
+    def prepared(self, request, monkeypatch):
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", DynamoDB.access_key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", DynamoDB.secret_key)
+        self.server = self.launch(request)
+        options = {"REGION": DynamoDB.region, "ENDPOINT": self.server.url, "TIMEOUT": 1}
+        entry = {"BACKEND": DYNAMODB, "LOCATION": "locks", "OPTIONS": options}
+        with override_settings(FENCEDLOCK={"default": {**entry, "FENCE_DATABASE": "postgres"}}):
+            create_table()
+            yield
 
 
 @real("default")

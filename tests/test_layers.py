@@ -29,7 +29,7 @@ PLACES = {name: layer for layer, names in enumerate(LAYERS) for name in names.sp
 SIDEWAYS = {0, 1, 4, 6}
 DRIVERS = (
     *("celery", "django_redis", "gevent", "kombu", "MySQLdb", "prometheus_client", "psycopg"),
-    *("pymysql", "redis"),
+    *("boto3", "pymysql", "redis"),
     # No driver, but much that a process which only locks has no use for.
     "django.test.utils",
 )
