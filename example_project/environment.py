@@ -41,6 +41,8 @@ SCHEMES = {
     "zookeeper": ("zookeeper", ""),
     "dynamodb": ("dynamodb", ""),
 }
+#: Options that are numbers.
+SECONDS = {"TIMEOUT", "SESSION_TTL_MIN"}
 #: Consul keeps a session for 10 s at least, unless its `session_ttl_min` is lower.
 SHORTEST = {"consul": 10}
 
@@ -127,7 +129,9 @@ def lock_service(url: str, prefix: str = "example") -> dict[str, Any]:
     entry["LOCATION"] = [f"{each}{host}" for host in addresses.split(",")]
     if not each:
         entry["LOCATION"] = addresses
-    options = {key.upper(): value for key, value in parse_qsl(query)}
+    options: dict[str, Any] = {key.upper(): value for key, value in parse_qsl(query)}
+    for key in SECONDS & options.keys():
+        options[key] = float(options[key])
     return {**entry, "OPTIONS": options} if options else entry
 
 
