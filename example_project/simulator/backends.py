@@ -175,7 +175,8 @@ class Service(Backend):
         # Nothing has to be removed: the name of the lock is new in each simulation.
         service = environment.lock_service(url, prefix="simulator")
         service["OPTIONS"] = {**service.get("OPTIONS", {}), "TIMEOUT": TIMEOUT}
-        return _settings({"default": _sqlite(world)}, service)
+        # The clients have a ttl of their own. A ZooKeeper for tests may allow no longer one.
+        return _settings({"default": _sqlite(world)}, {**service, "TTL": 10})
 
 
 class MySQL(Backend):
