@@ -68,8 +68,8 @@ def move(request, settings, monkeypatch):
         return {**entry, "LOCATION": location, "TTL": 10}
 
     def change(kind):
-        is_new = kind not in made
-        made.setdefault(kind, entry(kind))
+        if is_new := kind not in made:
+            made[kind] = entry(kind)
         settings.FENCEDLOCK = {"default": {**made[kind], "FENCE_DATABASE": "postgres"}}
         if kind == "dynamodb" and is_new:
             from django_fencedlock.backends.dynamodb import create_table
