@@ -97,6 +97,11 @@ def acquire():
     return lease, row
 
 
+def wait_for_the_row_to_go():
+    # A row of the registry may outlive the release by a second.
+    wait_until(lambda: not HeldLock.objects.using("postgres").exists(), "the row to go")
+
+
 def save(row):
     row.amount += 1
     row.save()
@@ -111,8 +116,7 @@ def test_tokens_rise_over_all_services(route, move):
             with lock("x") as lease:
                 tokens.append(lease.token)
                 assert Fence.objects.using("postgres").get(name="x").token == lease.token
-        # A row of the registry may outlive the release by a second.
-        wait_until(lambda: not HeldLock.objects.using("postgres").exists(), "the row to go")
+        wait_for_the_row_to_go()
     assert tokens == sorted(set(tokens))
 
 
@@ -133,6 +137,7 @@ def test_a_paused_holder_of_the_former_service_writes_nothing(route, move, pause
             paused(partial(save, row))
         with contextlib.suppress(LeaseLost):
             paused(lease.release)
+        wait_for_the_row_to_go()
 
 
 def test_two_servers_of_one_kind_grant_a_name_at_once_but_one_holder_writes(move, paused):
@@ -144,3 +149,6 @@ def test_two_servers_of_one_kind_grant_a_name_at_once_but_one_holder_writes(move
         save(ROWS.get(pk=1))
     with pytest.raises(StaleFence):
         paused(partial(save, row))
+    with contextlib.suppress(LeaseLost):
+        paused(lease.release)
+    wait_for_the_row_to_go()
