@@ -298,7 +298,11 @@ def test_a_missing_server_is_reported_with_the_package(monkeypatch):
 
 def test_a_scenario_that_renews_an_expired_lease_needs_a_service_that_can(monkeypatch):
     monkeypatch.setenv("EXAMPLE_ETCD_URL", "etcd://127.0.0.1:1")
-    assert "etcd has ended its session" in Plan(scenario="unharmed", backend="etcd").obstacle()
+    monkeypatch.setenv("EXAMPLE_POSTGRES_URL", "postgresql://127.0.0.1:1/x")
+    for backend, name in (("etcd", "etcd"), ("postgres", "PostgreSQL")):
+        obstacle = Plan(scenario="unharmed", backend=backend).obstacle()
+        assert f"{name} has ended its session" in obstacle
+    assert Plan(scenario="unharmed").obstacle() == ""
 
 
 def test_every_step_can_be_done():
