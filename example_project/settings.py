@@ -75,9 +75,8 @@ CACHES = {
 
 FENCEDLOCK = {
     "default": environment.locks(),
-    # The demonstration uses a short lease, so that you don't wait 30 seconds for its expiry. A
-    # shorter lease needs a shorter timeout.
-    "demo": {**environment.locks(), "TTL": 4.5, "OPTIONS": {"TIMEOUT": 1.5}},
+    # The demonstration uses a short lease, so that you don't wait 30 seconds for its expiry.
+    "demo": environment.demo_locks(),
 }
 
 BROKER = environment.broker(DATA)

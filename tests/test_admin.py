@@ -21,7 +21,7 @@ from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import LocalHolder, running_task
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import HeldLock, LockEvent
-from tests.backends import REDIS
+from tests.backends import ETCD, REDIS
 from tests.servers import Redis
 from tests.servers.process import wait_until
 from tests.test_command import on_redis, run, run_json
@@ -306,23 +306,33 @@ def test_events_of_a_lock(page: Callable[..., str]) -> None:
     assert "pk=7" in one
 
 
-def test_how_many_wait(page: Callable[..., str], redis_server: Redis) -> None:
-    redis = on_redis(redis_server)
-    with override_settings(FENCEDLOCK={"default": redis}), ThreadPoolExecutor(1) as waiter:
-        with lock("invoice:42"):
+@pytest.mark.parametrize("kind", ["redis", "etcd"])
+def test_how_many_wait(page: Callable[..., str], request: pytest.FixtureRequest, kind: str) -> None:
+    if kind == "redis":
+        alias = on_redis(request.getfixturevalue("redis_server"))
+    else:
+        server = request.getfixturevalue("shared_etcd")
+        server.empty()
+        alias = {"BACKEND": ETCD, "LOCATION": server.url}
+    with override_settings(FENCEDLOCK={"default": alias}), ThreadPoolExecutor(2) as waiters:
+        with lock("invoice:42") as lease:
             assert "waiting" not in run("show", "invoice:42")[0]
-            got = waiter.submit(lock("invoice:42", blocking_timeout=30)(lambda: True))
+            wait = lock("invoice:42", blocking_timeout=30)(lambda: True)
+            got = [waiters.submit(wait) for _ in range(2)]
             holders = partial(service("default").backend.holders, ["invoice:42"])
-            wait_until(lambda: holders()["invoice:42"].waiting == 1, "the waiter")
+            wait_until(lambda: holders()["invoice:42"].waiting == 2, "the waiters")
             html = page()
             one = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
             shown, _, _ = run("show", "invoice:42")
+            listed, _, _ = run("list")
             entries = run_json("show", "invoice:42")[0]["entries"]
-        assert got.result(30)
-    assert cell(html, "waiting") == "waiting 1"
-    assert re.search(r"field-waiting.*?waiting</span> 1", one, re.DOTALL)
-    assert re.search("^waiting +1$", shown, re.MULTILINE)
-    assert entries[0]["waiting"] == 1
+        assert [each.result(30) for each in got] == [True, True]
+    assert cell(html, "waiting") == "waiting 2"
+    assert f"default ({kind})" in html
+    assert re.search(r"field-waiting.*?waiting</span> 2", one, re.DOTALL)
+    assert re.search("^waiting +2$", shown, re.MULTILINE)
+    assert re.search(rf"^invoice:42 +held +{re.escape(str(lease.holder))} ", listed, re.MULTILINE)
+    assert entries[0]["waiting"] == 2
 
 
 def test_events(client: Client) -> None:

@@ -51,7 +51,7 @@ ALL += [ROOT / "benchmarks/README.md", ROOT / "migrations/README.md"]
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q -e {} && .venv/bin/python -m {}"
 # Followed to the letter by .ci/tutorial.py, in a project of its own.
 FOLLOWED = DOCS / "tutorial.md"
-BACKENDS = ["database", "postgres", "redis"]
+BACKENDS = list(conf.BACKENDS)
 ERRORS = "| error | carries |"
 
 
@@ -184,17 +184,26 @@ def test_defaults_in_the_settings_table() -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_options_in_the_settings_tables(name: str) -> None:
-    path = f"django_fencedlock.backends.{name}.{name.capitalize()}Backend"
-    backend = conf.backend_class(path)
+    backend = conf.backend_class(conf.BACKENDS[name])
     text = (REFERENCE / "settings.md").read_text()
     section = text.split(f"## `OPTIONS` of the {name} backend")[1].split("\n## ")[0]
     table = dict(row[:2] for row in _rows(section.split("|---|---|---|\n")[1]))
     assert set(table) == backend.option_names
 
-    constants = {**vars(conf), **vars(importlib.import_module(backend.__module__))}
+    modules = [importlib.import_module(each.__module__) for each in reversed(backend.__mro__)]
+    constants = {key: value for each in [conf, *modules] for key, value in vars(each).items()}
     numbers = {key: float(value) for key, value in table.items() if value.isdigit()}
     assert numbers == {key: constants[key] for key in numbers}
     assert "TIMEOUT" in numbers
+
+
+def test_every_backend_is_in_the_table_and_on_the_page_to_choose() -> None:
+    rows = _table(REFERENCE / "settings.md", "| lock service | path | more |")
+    assert [row[1] for row in rows] == list(conf.BACKENDS.values())
+    page = DOCS / "guides/backends.md"
+    (head,) = (line for line in page.read_text().splitlines() if line.startswith("| service |"))
+    named = [re.findall(r"\[`?(\w+)`?\]", row[0])[0] for row in _table(page, head)]
+    assert named == list(conf.BACKENDS)
 
 
 def test_every_error_is_in_the_table() -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from django_fencedlock import conf
+from example_project import environment as example_environment
 from example_project import servers
 from example_project.demo import DemoFailed, show
 from tests.scripts import ROOT, run_python
-from tests.servers import shared
+from tests.servers import Etcd, shared
 from tests.servers.process import wait_until
 from tests.visitor import Visitor
 
@@ -49,7 +51,7 @@ def test_its_checks_are_silent_and_its_migrations_complete(environment: dict[str
     assert "No changes" in _manage(environment, "makemigrations", "--check", "--dry-run")
 
 
-@pytest.mark.parametrize("locks", ["database", "postgres", "redis"])
+@pytest.mark.parametrize("locks", ["database", "postgres", "redis", "etcd"])
 def test_its_tests_pass(
     request: pytest.FixtureRequest, environment: dict[str, str], locks: str
 ) -> None:
@@ -60,6 +62,9 @@ def test_its_tests_pass(
     elif locks == "redis":
         url = request.getfixturevalue("redis_server").url
         environment["EXAMPLE_LOCKS"] = f"{url.rpartition('/')[0]}/7"
+    elif locks == "etcd":
+        url = request.getfixturevalue("shared_etcd").url
+        environment["EXAMPLE_LOCKS"] = url.replace("http://", "etcd://")
     assert "\nOK\n" in _manage(environment, "test", "example_project")
     if locks == "postgres":
         _manage(environment, "migrate")
@@ -71,6 +76,8 @@ def test_its_tests_pass(
     [
         ("EXAMPLE_DATABASE_URL", "oracle://host/x", "EXAMPLE_DATABASE_URL begins with 'oracle'"),
         ("EXAMPLE_LOCKS", "zookeeper", "EXAMPLE_LOCKS is 'zookeeper'; use 'database'"),
+        ("EXAMPLE_LOCKS", "etcd://a/b", "FENCEDLOCK['default']['LOCATION']: 'http://a/b' isn't"),
+        ("EXAMPLE_LOCKS", "mysql", "FENCE_DATABASE"),
     ],
 )
 def test_a_variable_that_cannot_be_followed_is_an_error(
@@ -80,6 +87,13 @@ def test_a_variable_that_cannot_be_followed_is_an_error(
     done = run_python(*command, check=False, env=environment, **{variable: value})
     assert done.returncode != 0
     assert told in done.stderr
+
+
+def test_it_names_every_lock_service() -> None:
+    assert example_environment.BACKENDS == conf.BACKENDS
+    assert {kind for kind, _ in example_environment.SCHEMES.values()} == {
+        kind for kind in conf.BACKENDS if kind not in ("database", "postgres", "mysql")
+    }
 
 
 # The demonstration
@@ -217,6 +231,15 @@ def test_the_demo_on_servers_that_it_starts_and_the_site_that_stays(demos: dict[
     assert demo.end() == 128 + signal.SIGTERM, demo.said
     assert "Traceback" not in demo.said
     assert demo.left() == NOTHING
+
+
+@needs_pauses
+def test_the_demo_on_an_etcd(shared_etcd: Etcd) -> None:
+    with closing(Demo(EXAMPLE_LOCKS=shared_etcd.url.replace("http://", "etcd://"))) as demo:
+        assert demo.end() == 0, demo.said
+        assert "(EtcdBackend)" in demo.said
+        assert "is REJECTED. StaleFence" in demo.said
+        assert demo.left() == NOTHING
 
 
 @needs_pauses

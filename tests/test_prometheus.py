@@ -18,10 +18,11 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, StaleFence, StaleObject
 from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock, lose_lease
-from tests.backends import REDIS
+from tests.backends import ETCD, REDIS
 from tests.models import Account, Invoice, LedgerLine, Stock
 from tests.scripts import run_python
 from tests.test_docs import REFERENCE, _table
+from tests.threads import elsewhere
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -56,6 +57,20 @@ def test_acquired_locks_and_conflicts(registry):
     assert read(registry, "fencedlock_conflicts_total", pattern="invoice:*") == 2
     waits = {"pattern": "invoice:*", "outcome": "conflict"}
     assert read(registry, "fencedlock_wait_seconds_sum", **waits) > 0.2
+
+
+def test_the_alias_of_a_service_with_queues_is_a_label(registry, settings, shared_etcd):
+    shared_etcd.empty()
+    settings.FENCEDLOCK = {"default": {}, "queues": {"BACKEND": ETCD, "LOCATION": shared_etcd.url}}
+    with lock("invoice:42", backend="queues") as lease:
+        elsewhere(lock("invoice:42", backend="queues").acquire, blocking=False)
+        lease.renew()
+    labels = {"alias": "queues", "pattern": "invoice:*"}
+    for name in ("acquisitions_total", "conflicts_total", "hold_seconds_count"):
+        assert registry.get_sample_value(f"fencedlock_{name}", labels) == 1
+    for outcome in ("acquired", "conflict"):
+        waits = {**labels, "outcome": outcome}
+        assert registry.get_sample_value("fencedlock_wait_seconds_count", waits) == 1
 
 
 def test_templates_are_the_patterns(registry):

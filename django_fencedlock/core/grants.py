@@ -349,10 +349,12 @@ class Grants:
             if self._is_free(holder.alias, label, using, name):
                 self.fences.clear([Grant(name, owner)])
                 return
+        remedy = "Always lock a name through the same alias."
+        if holder.alias == alias:
+            remedy = "It was acquired before the alias was changed: try again once it is released."
         raise AliasConflict(
             f"Lock {name!r} is held through alias {holder.alias!r} ({label}), so it can't be "
-            f"acquired through alias {alias!r} ({self.backend.label}). Always lock a name through "
-            "the same alias.",
+            f"acquired through alias {alias!r} ({self.backend.label}). {remedy}",
             name=name,
             alias=alias,
             holder=holder,

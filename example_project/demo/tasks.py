@@ -15,7 +15,7 @@ from .models import PlainAccount
 
 # After a stale write, retry at once with a new message.
 @shared_task(bind=True, autoretry_for=(StaleFence,), retry_kwargs={"countdown": 0})
-@single_instance("account:{account_id}", backend="demo", on_conflict="wait", blocking_timeout=20)
+@single_instance("account:{account_id}", backend="demo", on_conflict="wait", blocking_timeout=25)
 def book(self: Any, account_id: int, amount: str, reference: str, fenced: bool, ask: bool) -> None:
     """Read the account, ask if wanted, and write: all under the account's lock."""
     model = Account if fenced else PlainAccount

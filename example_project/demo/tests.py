@@ -5,9 +5,11 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+from django.core.exceptions import ImproperlyConfigured
 from django.test import SimpleTestCase, TestCase
 from kombu import Connection
 
+from .. import environment
 from ..billing.models import Invoice
 from ..shop.models import Stock
 from . import seed
@@ -34,6 +36,51 @@ class MessageTests(SimpleTestCase):
                 queue.put({"number": 1})
             self.assertEqual(seen, [[]])
             self.assertEqual(queue.get(timeout=5).payload, {"number": 1})
+
+
+class LockServiceTests(SimpleTestCase):
+    def read(self, value: str) -> tuple[str, object, object]:
+        with mock.patch.dict(os.environ, EXAMPLE_LOCKS=value):
+            entry = environment.locks()
+        name = entry["BACKEND"].rpartition(".")[2]
+        return name, entry.get("LOCATION"), entry.get("OPTIONS")
+
+    def test_each_kind_of_lock_service(self) -> None:
+        hosts = ["redis://:secret@a:1", "redis://:secret@b:2", "redis://:secret@c:3"]
+        for value, *expected in (
+            ("postgres", "PostgresBackend", None, None),
+            ("mysql", "MysqlBackend", None, None),
+            ("redis://a:6379/0?db=1", "RedisBackend", "redis://a:6379/0?db=1", None),
+            ("redlock://:secret@a:1,:secret@b:2,:secret@c:3", "RedlockBackend", hosts, None),
+            ("etcd://a:2379", "EtcdBackend", ["http://a:2379"], None),
+            (
+                "etcds://a,b?ca=/ca.pem",
+                "EtcdBackend",
+                ["https://a", "https://b"],
+                {"CA": "/ca.pem"},
+            ),
+            ("consul://a:8500?token=x", "ConsulBackend", ["http://a:8500"], {"TOKEN": "x"}),
+            ("zookeeper://a:2181,b:2181/shop", "ZooKeeperBackend", "a:2181,b:2181/shop", None),
+            (
+                "dynamodb://Locks?region=eu-west-1&endpoint=http://a:8000",
+                *("DynamoDBBackend", "Locks"),
+                {"REGION": "eu-west-1", "ENDPOINT": "http://a:8000"},
+            ),
+        ):
+            with self.subTest(value):
+                self.assertEqual(self.read(value), tuple(expected))
+
+    def test_another_scheme_is_an_error(self) -> None:
+        for value in ("memcached://a:11211", "etcd"):
+            with self.assertRaisesMessage(
+                ImproperlyConfigured, f"{value.partition(':')[0]!r}; use"
+            ):
+                self.read(value)
+
+    def test_the_lease_of_the_demonstration(self) -> None:
+        with mock.patch.dict(os.environ, EXAMPLE_LOCKS="consul://a:8500?token=x"):
+            demo = environment.demo_locks()
+        self.assertEqual((demo["TTL"], demo["OPTIONS"]), (10, {"TOKEN": "x", "TIMEOUT": 1.5}))
 
 
 class SeedTests(TestCase):

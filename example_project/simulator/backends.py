@@ -6,13 +6,14 @@ To add a service, add a class and its entry in `BACKENDS`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
-from .. import servers
+from .. import environment, servers
 
 #: Seconds until a request of a client times out.
 TIMEOUT = 1.0
@@ -39,8 +40,10 @@ class Backend:
     why_no_network = ""
     #: Whether the service can lose its data.
     can_be_emptied = False
-    #: The service keeps an expired lock until another client requests it.
-    lasts_on = False
+    #: The name of a service that keeps an expired lock until it has ended the holder's session.
+    ends_sessions = ""
+    #: Such a session ends with its process.
+    ends_with_process = False
 
     def missing(self) -> str:
         """Return what is missing and how to install it; empty if nothing is."""
@@ -105,7 +108,8 @@ class Redis(Backend):
 class Postgres(Backend):
     key = "postgres"
     label = "PostgreSQL advisory lock"
-    lasts_on = True
+    ends_sessions = "PostgreSQL"
+    ends_with_process = True
     why_no_network = "This PostgreSQL uses a Unix socket, which the simulator can't proxy."
 
     def missing(self) -> str:
@@ -133,7 +137,103 @@ class Postgres(Backend):
         return _settings(databases, service, schema=world.name)
 
 
-BACKENDS: dict[str, Backend] = {each.key: each for each in (Database(), Redis(), Postgres())}
+class Service(Backend):
+    """
+    A lock service beside the counter's SQLite file, named by a URL in the form of EXAMPLE_LOCKS.
+
+    Args:
+        key: Its scheme and key.
+        label: Its name on the page.
+        ends_sessions: Whether it frees an expired lock by ending the holder's session.
+        why_no_network: Why the simulator can't proxy it; empty if it can.
+    """
+
+    def __init__(
+        self, key: str, label: str, *, ends_sessions: bool = False, why_no_network: str = ""
+    ) -> None:
+        self.key, self.label = key, label
+        self.ends_sessions = label * ends_sessions
+        self.has_network = not why_no_network
+        self.why_no_network = why_no_network or (
+            f"This {label} uses TLS or several servers, which the simulator can't proxy."
+        )
+
+    def missing(self) -> str:
+        return servers.service_missing(self.key)
+
+    def start(self) -> str:
+        return servers.redlock() if self.key == "redlock" else servers.service(self.key)
+
+    def address(self, server: str) -> tuple[str, int] | None:
+        parts = urlsplit(server)
+        if not self.has_network or parts.scheme != self.key or "," in parts.netloc:
+            return None
+        return parts.hostname or "127.0.0.1", parts.port or PORTS[self.key]
+
+    def settings(self, world: World, at: tuple[str, int] | None = None) -> dict[str, Any]:
+        url = world.server if at is None else _moved(world.server, *at)
+        # Nothing has to be removed: the name of the lock is new in each simulation.
+        service = environment.lock_service(url, prefix="simulator")
+        service["OPTIONS"] = {**service.get("OPTIONS", {}), "TIMEOUT": TIMEOUT}
+        # The clients have a ttl of their own. A ZooKeeper for tests may allow no longer one.
+        return _settings({"default": _sqlite(world)}, {**service, "TTL": 10})
+
+
+class MySQL(Backend):
+    key = "mysql"
+    label = "MySQL GET_LOCK"
+    has_network = False
+    why_no_network = (
+        "The lock is held by a session with the database of the counter: a client that is cut off "
+        "can't write either."
+    )
+    ends_sessions = "MySQL"
+    ends_with_process = True
+
+    def missing(self) -> str:
+        return servers.service_missing(self.key)
+
+    def start(self) -> str:
+        return os.environ["EXAMPLE_MYSQL_URL"]
+
+    def settings(self, world: World, at: tuple[str, int] | None = None) -> dict[str, Any]:
+        parts = urlsplit(world.server)
+        database = {
+            "ENGINE": "django.db.backends.mysql",
+            "NAME": world.name,
+            "USER": unquote(parts.username or ""),
+            "PASSWORD": unquote(parts.password or ""),
+            "HOST": parts.hostname or "",
+            "PORT": str(parts.port or ""),
+        }
+        service = {"BACKEND": environment.BACKENDS["mysql"], "OPTIONS": {"TIMEOUT": TIMEOUT}}
+        return _settings({"default": database}, service, schema=world.name)
+
+
+#: The default ports.
+PORTS = {"etcd": 2379, "zookeeper": 2181, "consul": 8500}
+BACKENDS: dict[str, Backend] = {
+    each.key: each
+    for each in (
+        Database(),
+        Redis(),
+        Postgres(),
+        MySQL(),
+        Service("etcd", "etcd", ends_sessions=True),
+        Service("zookeeper", "ZooKeeper", ends_sessions=True),
+        Service("consul", "Consul", ends_sessions=True),
+        Service(
+            "redlock",
+            "Redlock",
+            why_no_network="The clients use several servers, and the simulator proxies only one.",
+        ),
+        Service(
+            "dynamodb",
+            "DynamoDB",
+            why_no_network="Requests to DynamoDB are signed for its host, so no proxy can be used.",
+        ),
+    )
+}
 
 
 # The page shows what they would log.

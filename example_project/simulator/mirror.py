@@ -54,9 +54,9 @@ Event = dict[str, Any]
 class Mirror:
     """The state of one run."""
 
-    def __init__(self, lasts_on: bool = False) -> None:
-        #: The service keeps an expired lock until another client requests it.
-        self.lasts_on = lasts_on
+    def __init__(self, ends_sessions: str = "", ends_with_process: bool = False) -> None:
+        #: See `backends.Backend`.
+        self.ends_sessions, self.ends_with_process = ends_sessions, ends_with_process
         self.clients = {name: Seen(name) for name in NAMES}
         self.newest: int | None = None
         self.holders: dict[int, str] = {}
@@ -237,7 +237,7 @@ class Mirror:
             yield _event(client, told, kind="renewed", token=client.token)
             return
         client.ran_out = True
-        text = readings.ran_out(client, self.lasts_on)
+        text = readings.ran_out(client, self.ends_sessions)
         yield _event(client, told, kind="ran_out", text=text, token=client.token, tone="warning")
 
     def _noticed(self, told: Event) -> Iterator[Event]:
@@ -251,7 +251,7 @@ class Mirror:
                 "who": who,
                 "kind": "freed",
                 "token": before,
-                "text": readings.freed(who, self.lasts_on),
+                "text": readings.freed(who, self.ends_with_process),
             }
 
     def _service_is(self, token: int | None, at: float) -> Iterator[Event]:

@@ -59,6 +59,11 @@ class Plan:
             return missing
         if scenario.needs_network and not backend.has_network:
             return f"{backend.why_no_network} Choose another lock service."
+        if scenario.needs_renewal and backend.ends_sessions:
+            return (
+                "In this scenario an expired lease is renewed; "
+                f"{backend.ends_sessions} has ended its session by then."
+            )
         if scenario.needs_emptying and not backend.can_be_emptied:
             return f"In this scenario the lock service loses its data; {backend.label} can't."
         return ""

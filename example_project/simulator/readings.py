@@ -139,20 +139,17 @@ def failed(client: Seen, doing: str) -> str:
     return f"{client.name} couldn't write: the database was unavailable."
 
 
-def ran_out(client: Seen, lasts_on: bool) -> str:
+def ran_out(client: Seen, ends_sessions: str) -> str:
     lease = f"{client.name}'s lease"
-    if lasts_on:
-        return (
-            f"{lease} has expired. Its session is alive, so PostgreSQL keeps the lock until "
-            "another client requests it."
-        )
     why = " It is paused, so it can't notice." if client.paused else ""
     why = " It runs, but couldn't renew it." if client.cut and not client.paused else why
+    if ends_sessions:
+        return f"{lease} has expired.{why} {ends_sessions} ends its session, which frees the lock."
     return f"{lease} has expired: the lock is free.{why}"
 
 
-def freed(who: str, lasts_on: bool) -> str:
-    if lasts_on:
+def freed(who: str, ends_with_process: bool) -> str:
+    if ends_with_process:
         return f"{who}'s session has ended with its process: the lock is free at once."
     return f"{who}'s lease has expired: the lock is free."
 

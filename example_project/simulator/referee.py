@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 from django.core.management import call_command
 from django.db import Error, connection
@@ -30,8 +31,8 @@ class Referee:
     def prepare(self) -> None:
         """Create the tables."""
         if self._schema:
-            with connection.cursor() as cursor:
-                cursor.execute(f'CREATE SCHEMA "{self._schema}"')
+            with self._server() as cursor:
+                cursor.execute(f"CREATE SCHEMA {self._schema}")
         call_command("migrate", verbosity=0)
         say("prepared")
 
@@ -69,10 +70,15 @@ class Referee:
         """Remove schema, keys and files."""
         shutil.rmtree(self._directory, ignore_errors=True)
         if self._schema:
-            with connection.cursor() as cursor:
-                cursor.execute(f'DROP SCHEMA IF EXISTS "{self._schema}" CASCADE')
+            cascade = "CASCADE" if connection.vendor == "postgresql" else ""
+            with self._server() as cursor:
+                cursor.execute(f"DROP SCHEMA IF EXISTS {self._schema} {cascade}")
         if self._redis_url:
             self._forget_keys()
+
+    def _server(self) -> Any:
+        """Return a cursor that needs no schema. In MySQL, a schema is a database."""
+        return connection._nodb_cursor() if connection.vendor == "mysql" else connection.cursor()
 
     def _forget_keys(self) -> int:
         import redis

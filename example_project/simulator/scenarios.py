@@ -33,6 +33,8 @@ class Scenario:
     backend: str = "database"
     needs_network: bool = False
     needs_emptying: bool = False
+    #: An expired lease is renewed.
+    needs_renewal: bool = False
 
 
 def _acquires(who: str) -> Step:
@@ -122,6 +124,7 @@ SCENARIOS: dict[str, Scenario] = {
             Step("kept", "A", "A's lease is renewed"),
             _releases("A"),
         ),
+        needs_renewal=True,
     ),
     "cut": Scenario(
         "A is cut off from the lock service",
@@ -144,8 +147,8 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "queue": Scenario(
         "Four clients want one lock",
-        "One client has it, three wait. Redis and PostgreSQL are first come, first served; with a "
-        "database row, the first client that polls acquires it.",
+        "One client has it, three wait. With a database row, Redlock and DynamoDB, the first "
+        "client that polls acquires it; the other services are first come, first served.",
         (
             _acquires("A"),
             Step("queue", "B", "B requests it too, and waits"),
@@ -168,7 +171,7 @@ SCENARIOS: dict[str, Scenario] = {
         "A is killed",
         "A dead holder doesn't release its lock. A waiter on the same machine notices that its "
         "process has ended; on another machine, B would have to wait until the lease expires. A "
-        "PostgreSQL session ends with its process.",
+        "session of PostgreSQL or MySQL ends with its process.",
         (
             _acquires("A"),
             _writes("A"),

@@ -45,7 +45,7 @@ class Simulation:
         self.plan = plan
         self.backend = BACKENDS[plan.backend]
         self.log = Log()
-        self.mirror = Mirror(lasts_on=self.backend.lasts_on)
+        self.mirror = Mirror(self.backend.ends_sessions, self.backend.ends_with_process)
         self.closed = False
         self._why_closed = "The simulation has ended."
         self._world: World | None = None

@@ -61,6 +61,7 @@ def page(request: HttpRequest) -> HttpResponse:
         plan, trouble = Plan.read(request.GET.dict()), ""
     except ValueError as exc:
         plan, trouble = Plan.read({}), f"Invalid address: {exc}"
+    backends = [(each, each.missing()) for each in BACKENDS.values()]
     response = render(
         request,
         "simulator/page.html",
@@ -68,7 +69,8 @@ def page(request: HttpRequest) -> HttpResponse:
             "plan": plan,
             "trouble": trouble,
             "scenarios": SCENARIOS,
-            "backends": [(each, each.missing()) for each in BACKENDS.values()],
+            "backends": backends,
+            "unavailable": [(each, missing) for each, missing in backends if missing],
             "fencings": FENCINGS,
             "ttls": TTLS,
             "names": NAMES,
