@@ -204,6 +204,8 @@ def test_a_lock_with_broken_settings_says_the_same_as_the_check(settings, given)
             {"BACKEND": REDLOCK, "LOCATION": ["redis://x", "redis://y", "redis://z"]},
             f"{ALIAS}['BACKEND']: The redis backend needs redis-py. "
             "Run: pip install 'django-fencedlock[redis]'",
+        ),
+        (
             "boto3",
             "default",
             {"BACKEND": DYNAMODB, "LOCATION": "locks"},

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from django_fencedlock.backends.service_clock import DRIFT, ServiceClock
+from django_fencedlock.backends.dynamodb_clock import DRIFT, ServiceClock
 
 #: What the service's clock is ahead of the local one.
 AHEAD = 1_700_000_000.0

@@ -16,8 +16,8 @@ from ..core.runtime import PerHub, clock
 from ..exceptions import BackendUnavailable
 from ..problems import clock_problem, ok
 from .cell import CellBackend
+from .dynamodb_clock import ServiceClock
 from .interface import Claim, Grant, Granted, Held, Renewal
-from .service_clock import ServiceClock
 
 try:
     from boto3.session import Session

@@ -223,9 +223,8 @@ class QueuedBackend(Backend):
             if (failed := self._failed.get(seconds)) and failed[0] > began:
                 raise failed[1]
             since = clock()
-            session = Session(self.open(seconds), seconds, since, since + seconds / BEATS)
             try:
-                session = Session(self.open(seconds), seconds, since)
+                session = Session(self.open(seconds), seconds, since, since + seconds / BEATS)
             except self.errors as exc:
                 self._failed[seconds] = clock(), exc
                 raise

@@ -24,8 +24,8 @@ from ..conf import AliasConfig, Problem
 from ..core.runtime import clock
 from .http import TLS_OPTIONS
 from .interface import Claim, Held
-from .kazoo_session import PAUSE, Broken, Errors, KazooSession, TimeoutIsShort
 from .queued import Place, QueuedBackend, SessionGone, Watch, describe_claim, read_entry
+from .zookeeper_session import PAUSE, Broken, Errors, KazooSession, TimeoutIsShort
 from .zookeeper_settings import USER_OPTIONS, read_location, server_problems, settings_problems
 
 #: Nodes that the locks are spread over. With a parent for each lock, all parents would stay.
