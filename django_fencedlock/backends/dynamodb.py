@@ -43,7 +43,6 @@ RELEASE = "REMOVE #owner, #identity, #lease SET #delete_at = :later"
 RENEW = 'UPDATE "{}" SET "lease" = ? WHERE "name" = ? AND "owner" = ?'
 KEY = [{"AttributeName": "name", "KeyType": "HASH"}]
 TYPES = [{"AttributeName": "name", "AttributeType": "S"}]
-REFUSED = "ConditionalCheckFailedException"
 RENEWALS = {"": Renewal.KEPT, "ConditionalCheckFailed": Renewal.LOST}
 #: What to do about an error, by a part of its name.
 REMEDIES = {
@@ -190,9 +189,10 @@ class DynamoDBBackend(CellBackend):
     def _connect(self) -> Any:
         # All tries end within the timeout, with the pause of up to a second that boto3 makes.
         timeout, tries = self.config.timeout, 1 if self.config.timeout < 2 else 2
-        limit, retries = (timeout + 1 - tries) / 2 / tries, {"total_max_attempts": tries}
+        limit = (timeout + 1 - tries) / 2 / tries
         limits = {"connect_timeout": limit, "read_timeout": limit, "max_pool_connections": 50}
-        config = Config(**limits, retries={**retries, "mode": "standard"})
+        retries = {"total_max_attempts": tries, "mode": "standard"}
+        config = Config(**limits, retries=retries, parameter_validation=False)
         session = Session(region_name=self.config.options.get("REGION"))
         endpoint = self.config.options.get("ENDPOINT")
         return session.client("dynamodb", endpoint_url=endpoint, config=config)
@@ -213,7 +213,7 @@ class DynamoDBBackend(CellBackend):
         except (BotoCoreError, ClientError) as exc:
             unknown = {"Error": {"Code": type(exc).__name__, "Message": exc}}
             answer = exc.response if isinstance(exc, ClientError) else unknown
-            if answer["Error"]["Code"] != REFUSED:
+            if answer["Error"]["Code"] != "ConditionalCheckFailedException":
                 raise RequestFailed(self._explain(answer["Error"])) from exc
         facts = answer["ResponseMetadata"]
         if "RequestId" not in facts:
@@ -250,9 +250,9 @@ class DynamoDBBackend(CellBackend):
             with self._asking("answer"):
                 yield from self._table_problems(f"Table {self._table!r} of {self.config.where()}")
         except BackendUnavailable as exc:
-            # A warning: an error would stop the migration that creates the table.
-            key = "W056" if "ResourceNotFound" in str(exc) else "E013"
-            yield Problem(key, str(exc), "Correct the settings of the alias, or the service.")
+            what = str(exc)
+            # An error would stop the migration that creates the table.
+            yield Problem("W056", what) if "ResourceNotFound" in what else Problem("E013", what)
 
     def _table_problems(self, where: str) -> Iterator[Problem]:
         table = self._ask("describe_table", TableName=self._table)["Table"]
