@@ -1,6 +1,7 @@
 """The etcd backend on real servers."""
 
 import contextlib
+import itertools
 import shutil
 import subprocess
 import uuid
@@ -16,13 +17,15 @@ from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from tests.backends import ETCD
-from tests.servers import Authority
+from tests.servers import Authority, Etcd, finding
 from tests.servers.etcd import encode
 from tests.servers.process import wait_until
 from tests.services import ALIAS, DATABASE, ServiceAcceptance
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.test_http_nodes import Server, answer, close_without_answer
 from tests.threads import beside
+
+pytestmark = pytest.mark.slow
 
 
 def config_of(*urls, prefix=None, **options):
@@ -156,11 +159,12 @@ def test_names_that_begin_alike_are_apart(backend):
 
 
 class TestLogin:
-    @pytest.fixture
-    def server(self, make_etcd):
-        server = make_etcd()
-        server.enable_login("worker", "secret")
-        return server
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, shared_etcd):
+        with contextlib.closing(Etcd.launch(finding.etcd())) as server:
+            server.enable_login("worker", "secret")
+            yield server
 
     def url(self, server, login):
         return server.url.replace("//", f"//{login}@")
@@ -211,13 +215,23 @@ class TestLogin:
 
 
 class TestTLS:
-    @pytest.fixture
-    def authority(self):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def authority(cls, shared_etcd):
         return Authority()
 
-    @pytest.fixture
-    def server(self, make_etcd, authority):
-        return make_etcd(tls=authority)
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, authority):
+        with contextlib.closing(Etcd.launch(finding.etcd(), tls=authority)) as server:
+            yield server
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server_with_users(cls, authority):
+        with contextlib.closing(Etcd.launch(finding.etcd(), tls=authority)) as server:
+            server.enable_login("worker", "secret")
+            yield server
 
     def files(self, authority, client=None):
         client = client or authority.client
@@ -232,30 +246,33 @@ class TestTLS:
         assert works(backend)
         assert problems(backend) == []
 
-    def test_a_client_certificate_and_a_password(self, server, authority, make):
-        server.enable_login("worker", "secret")
-        assert works(make(server.url.replace("//", "//worker:secret@"), **self.files(authority)))
+    def test_a_client_certificate_and_a_password(self, server_with_users, authority, make):
+        url = server_with_users.url.replace("//", "//worker:secret@")
+        assert works(make(url, **self.files(authority)))
 
-    def test_a_client_certificate_with_a_common_name_and_a_password(self, server, authority, make):
+    def test_a_client_certificate_with_a_common_name_and_a_password(
+        self, server_with_users, authority, make
+    ):
         """etcd's gateway refuses it, and says why."""
-        server.enable_login("worker", "secret")
-        url = server.url.replace("//", "//worker:secret@")
+        url = server_with_users.url.replace("//", "//worker:secret@")
         named = make(url, **self.files(authority, authority.issue("named", "CN")))
         assert "CommonName" in refusal(named)
 
     def test_no_client_certificate(self, server, authority, make):
-        assert "TLS" in refusal(make(server.url, CA=str(authority.certificate))).upper()
+        assert (
+            "TLS" in refusal(make(server.url, CA=str(authority.certificate), TIMEOUT=0.5)).upper()
+        )
 
     def test_another_authority(self, server, authority, make):
-        other = {**self.files(authority), "CA": str(Authority().certificate)}
+        other = {**self.files(authority), "CA": str(Authority().certificate), "TIMEOUT": 0.5}
         assert "certificate verify failed" in refusal(make(server.url, **other))
 
     def test_a_url_without_tls(self, server, make):
-        assert "https://" in refusal(make(server.url.replace("https:", "http:")))
+        assert "https://" in refusal(make(server.url.replace("https:", "http:"), TIMEOUT=0.5))
 
 
 def test_a_url_with_tls_for_a_server_without(shared_etcd, make):
-    message = refusal(make(shared_etcd.url.replace("http:", "https:")))
+    message = refusal(make(shared_etcd.url.replace("http:", "https:"), TIMEOUT=0.5))
     assert "http://" in message
 
 
@@ -306,10 +323,14 @@ def test_a_full_server_says_what_to_do_and_lets_locks_go(make_etcd, make):
     backend = make(server.url)
     taken = take(backend, claim("before"))
     big = {"value": encode("x" * 200_000)}
-    with contextlib.suppress(OSError):
-        for number in range(20):
-            server.request("/v3/kv/put", {"key": encode(f"big{number}"), **big})
-    wait_until(lambda: server.request("/v3/maintenance/status").get("errors"), "the alarm")
+    numbers = itertools.count()
+
+    def is_full():
+        with contextlib.suppress(OSError):
+            server.request("/v3/kv/put", {"key": encode(f"big{next(numbers)}"), **big})
+        return server.request("/v3/maintenance/status").get("errors")
+
+    wait_until(is_full, "the alarm", 60)
     message = refusal(backend)
     assert "space exceeded" in message
     assert "Compact and defragment" in message
@@ -356,7 +377,6 @@ class TestCheck:
         assert found("http://h", TIMEOUT=0) == ["E003"]
 
 
-@pytest.mark.slow
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 class TestForgetfulServer:
     """The service proposes lower numbers; the fence goes on."""
