@@ -17,10 +17,10 @@ from django.db import connections, transaction
 from django_fencedlock import lock, locks
 from django_fencedlock.backends import database
 from django_fencedlock.backends.postgres import backend as postgres_backend
-from django_fencedlock.backends.postgres import holding, jobs
+from django_fencedlock.backends.postgres import holding
 from django_fencedlock.backends.redis import backend as redis_backend
 from django_fencedlock.backends.redis import connections as redis_connections
-from django_fencedlock.core import grants, keeper, manager
+from django_fencedlock.core import grants, jobs, keeper, manager
 from django_fencedlock.core.grants import Grants
 from django_fencedlock.core.identity import current_holder
 from django_fencedlock.core.manager import Service, give_back_left_over, service

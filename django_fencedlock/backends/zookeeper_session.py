@@ -24,6 +24,8 @@ from ..core.runtime import clock
 from .queued import SessionGone
 from .zookeeper_settings import client_options, read_location
 
+logger = logging.getLogger(__name__)
+
 #: Seconds between two tries of a request whose connection broke.
 PAUSE = 0.02
 #: Requests that are sent at once. Under gevent, the socket that wakes kazoo doesn't take many more.
@@ -154,7 +156,7 @@ class KazooSession:
         self._online = threading.Event()
         #: By path: the nodes that exist, as far as the servers told.
         self.watched: dict[str, _NodeWatch] = {}
-        self._log = _Log(logging.getLogger("kazoo.client"), {})
+        self._log = _Log(logger, {})
         hosts, _ = read_location(config)
         self._handler = _Handler()
         self._handler.limit = max(0.3, config.timeout / len(hosts))
