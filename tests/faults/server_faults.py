@@ -14,9 +14,10 @@ from .nemesis import OPEN, Fault, Lab
 
 ON_POSTGRES = ("rows", "postgres", "redis", "valkey")
 ON_REDIS = ("redis", "valkey")
-WITH_LEADER = ("etcd",)
-ON_NODES = WITH_LEADER
-PROXIED = ("rows", "postgres", "mariadb", "redis", "valkey", *ON_NODES)
+WITH_LEADER = ("etcd", "zookeeper", "consul")
+ON_NODES = (*WITH_LEADER, "redlock")
+ON_MARIADB = ("mariadb", "mysql")
+PROXIED = ("rows", "postgres", *ON_MARIADB, "redis", "valkey", *ON_NODES, "dynamodb")
 #: No takeover and no rejection is expected: no client outlives its lease unnoticed.
 BARE = {"injections": 2}
 UNANSWERED = {"injections": 2, "unknown": 2}
@@ -133,7 +134,7 @@ def empty_node(lab: Lab) -> None:
     with _while_holding(lab):
         lab.note("empty node")
         node.kill()
-        lab.site.start_empty(node)
+        node.start(empty=True)
     lab.sleep(0.5, 1.5)
 
 
@@ -300,7 +301,7 @@ SERVER_FAULTS = (
     Fault("lose-quorum", lose_quorum, ON_NODES, UNANSWERED, forgets=True),
     Fault("empty-node", empty_node, ON_NODES, {"injections": 2}, forgets=True),
     Fault(
-        "restart-database", restart_database, (*ON_POSTGRES, "mariadb"), UNANSWERED, forgets=True
+        "restart-database", restart_database, (*ON_POSTGRES, *ON_MARIADB), UNANSWERED, forgets=True
     ),
     Fault(
         "lost-commits",
@@ -311,7 +312,7 @@ SERVER_FAULTS = (
         # What was confirmed is gone. Nothing stale comes in its place.
         tolerates=frozenset({"I6"}),
     ),
-    Fault("end-sessions", end_sessions, (*ON_POSTGRES, "mariadb"), UNANSWERED, forgets=True),
+    Fault("end-sessions", end_sessions, (*ON_POSTGRES, *ON_MARIADB), UNANSWERED, forgets=True),
     Fault("full-disk", fill_disk, ON_POSTGRES, UNANSWERED, forgets=True, missing=_no_prlimit),
     Fault("lose-replies", lose_replies, PROXIED, UNANSWERED, forgets=True, far="some"),
     Fault("hold-back", hold_back, PROXIED, TAKEN, forgets=True, far="some"),

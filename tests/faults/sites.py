@@ -1,13 +1,26 @@
 """Where a run takes place: a lock service, the database of its fences, and the ways to both."""
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.backends import DATABASE, ETCD, POSTGRES, REDIS
+from tests.backends import (
+    CONSUL,
+    DATABASE,
+    DYNAMODB,
+    ETCD,
+    MYSQL,
+    POSTGRES,
+    REDIS,
+    REDLOCK,
+    ZOOKEEPER,
+)
 from tests.servers import (
     Clock,
+    Consul,
+    DynamoDB,
     Etcd,
     MariaDB,
     PgBouncer,
@@ -15,6 +28,7 @@ from tests.servers import (
     Proxy,
     Redis,
     Server,
+    ZooKeeper,
     finding,
 )
 
@@ -249,9 +263,6 @@ class OnNodes(OnPostgres):
         at = [self.address(each) for each in (self.ways if far else self.nodes)]
         return {"LOCATION": at, "KEY_PREFIX": self.database_name}
 
-    def start_empty(self, node: Any) -> None:
-        node.start(empty=True)
-
     def address(self, at: Any) -> str:
         return f"http://{at.host}:{at.port}"
 
@@ -268,6 +279,76 @@ class OnEtcd(OnNodes):
 
     def launch(self) -> list[Any]:
         return Etcd.launch_cluster(self._find())
+
+
+class OnZooKeeper(OnNodes):
+    """Leases as nodes of ZooKeeper."""
+
+    name = "zookeeper"
+    backend = ZOOKEEPER
+    _find = staticmethod(finding.zookeeper)
+
+    def launch(self) -> list[Any]:
+        return ZooKeeper.launch_cluster(self._find())
+
+    def address(self, at: Any) -> str:
+        return f"{at.host}:{at.port}"
+
+
+class OnConsul(OnNodes):
+    """Leases as keys of Consul."""
+
+    name = "consul"
+    backend = CONSUL
+    _find = staticmethod(finding.consul)
+
+    def launch(self) -> list[Any]:
+        return Consul.launch_cluster(self._find())
+
+    def options(self) -> dict[str, Any]:
+        return {"SESSION_TTL_MIN": 1}
+
+
+class OnRedlock(OnNodes):
+    """Leases as keys of most of three Redis."""
+
+    name = "redlock"
+    backend = REDLOCK
+    _find = staticmethod(finding.redis)
+
+    def launch(self) -> list[Any]:
+        kept = ("--appendonly", "yes", "--appendfsync", "always")
+        return [Redis.launch(self._find(), *kept) for _ in range(3)]
+
+    def address(self, at: Any) -> str:
+        return f"redis://{at.host}:{at.port}/0"
+
+
+class OnDynamoDB(OnNodes):
+    """Leases as items of DynamoDB: an emulator, which is one node."""
+
+    name = "dynamodb"
+    backend = DYNAMODB
+    _find = staticmethod(finding.dynamodb)
+
+    def launch(self) -> list[Any]:
+        server = DynamoDB.launch(self._find(), durable=True)
+        os.environ["AWS_ACCESS_KEY_ID"] = server.access_key
+        os.environ["AWS_SECRET_ACCESS_KEY"] = server.secret_key
+        return [server]
+
+    def renew(self, directory: Path) -> None:
+        super().renew(directory)
+        self.nodes[0].empty()
+        types = [{"AttributeName": "name", "AttributeType": "S"}]
+        key = [{"AttributeName": "name", "KeyType": "HASH"}]
+        table = {"TableName": "locks", "KeySchema": key, "AttributeDefinitions": types}
+        self.nodes[0].request("CreateTable", {**table, "BillingMode": "PAY_PER_REQUEST"})
+
+    def location(self, far: bool) -> dict[str, Any]:
+        at = (self.ways if far else self.nodes)[0]
+        options = {"TIMEOUT": TIMEOUT, "REGION": self.nodes[0].region, "ENDPOINT": self.address(at)}
+        return {"LOCATION": "locks", "OPTIONS": options}
 
 
 class OnMariaDB(Site):
@@ -297,8 +378,16 @@ class OnMariaDB(Site):
         return [str(finding.mariadb())]
 
 
+class MariaDBSessions(OnMariaDB):
+    """Leases as locks of MariaDB's sessions."""
+
+    name = "mysql"
+    backend = MYSQL
+
+
 _ALL: tuple[type[Site], ...] = (
     *(SQLite, PostgresRows, Pooled, OnMariaDB),
-    *(PostgresSessions, OnRedis, OnValkey, Forgetful, OnEtcd),
+    *(PostgresSessions, OnRedis, OnValkey, Forgetful, MariaDBSessions),
+    *(OnEtcd, OnZooKeeper, OnConsul, OnRedlock, OnDynamoDB),
 )
 SITES = {site.name: site for site in _ALL}
