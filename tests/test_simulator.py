@@ -88,6 +88,10 @@ def test_a_late_write_is_rejected_with_another_lock_service(backend, begin):
         int(found[1]) for text in told if (found := re.search(r"the lock, with token (\d+)", text))
     ]
     assert (len(tokens), tokens) == (3, sorted(set(tokens)))
+    # The lane of the service shows the paused holder until its ttl of 4 s is over.
+    first, second = [e for e in simulation.log.after(0) if e["kind"] == "service"][:2]
+    assert first["token"] == tokens[0]
+    assert second["at"] - first["at"] > 3
 
 
 @pytest.mark.parametrize("backend", SERVICES)
