@@ -31,7 +31,7 @@ INTRODUCTION = (
 )
 
 WORDS = {
-    "begins": "tries to acquire the lock. It is held with token {holder}, so B waits",
+    "begins": "tries to acquire the lock. It is held {holder}, so B waits",
     "acquired": "acquires the lock with token {token}",
     "took over": "acquires the lock with token {token}: A's lease has expired",
     "again": "runs the rejected task again",
