@@ -19,13 +19,17 @@ GROUPS = (
         "restart-database",
         "end-sessions",
         "full-disk",
+        "kill-leader",
+        "lose-quorum",
+        "empty-node",
     ),
     ("lose-replies", "hold-back", "slow", "cut"),
 )
 
 
 def mix(lab: Lab) -> None:
-    chosen = [lab.random.choice(_able(lab, group)) for group in lab.random.sample(GROUPS, 2)]
+    able = [found for group in GROUPS if (found := _able(lab, group))]
+    chosen = [lab.random.choice(group) for group in lab.random.sample(able, 2)]
     with ThreadPoolExecutor(len(chosen)) as pool:
         for inject in [pool.submit(fault.inject, lab) for fault in chosen]:
             inject.result()
