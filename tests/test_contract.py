@@ -1,7 +1,6 @@
 """The contract on every backend and server."""
 
 import contextlib
-import functools
 import os
 import sqlite3
 
@@ -31,7 +30,7 @@ from tests.backends import (
     REDLOCK,
     ZOOKEEPER,
 )
-from tests.servers import Consul, DynamoDB, Redis, finding, shared
+from tests.servers import Consul, DynamoDB, finding, shared
 
 pytestmark = pytest.mark.slow
 
@@ -219,13 +218,10 @@ class TestConsul(Queued):
         return {"BACKEND": CONSUL, "FENCE_DATABASE": "postgres", **location, **options}
 
 
-def launch_nodes():
-    return [Redis.launch(finding.redis()) for _ in range(3)]
-
-
 @real("default", "postgres")
 class TestRedlock(Configured, LockContract, ExpiryContract, DataLossContract):
-    nodes = staticmethod(functools.cache(launch_nodes))
+    needed = "shared_redlock"
+    nodes = staticmethod(shared.redlock)
 
     # A renewal that sets a key which is gone would undo a forced release.
     test_a_forgotten_holder_keeps_a_lock_that_no_other_holder_acquired = None

@@ -118,6 +118,7 @@ def _of_the_system(title: str, package: str, *programs: str, more: str = "/") ->
     return find
 
 
+redis_of_system = _of_the_system("redis-server", "redis-server", "redis-server")
 pgbouncer = _of_the_system("PgBouncer", "pgbouncer", "pgbouncer")
 chromium = _of_the_system(
     "Chromium", "chromium chromium-driver", "chromium", "chromium-browser", "google-chrome"
