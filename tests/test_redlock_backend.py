@@ -387,6 +387,22 @@ def test_one_request_at_a_time_asks_whether_a_node_is_back(backend, nodes):
     assert len(asked) == 1
 
 
+def test_silent_nodes_that_are_asked_again_replace_none_that_answers(backend, nodes):
+    taken = take(backend, claim("warm"))
+    nodes[0].kill()
+    nodes[1].pause()
+    killed, paused, slow, *_ = backend._nodes.get().all
+    for node in (killed, paused):
+        node.mute("it was silent, a second ago")
+        node.is_mute_until = clock()
+    # Its disk took a moment.
+    slow.mute("no answer in time")
+    began = clock()
+    assert backend.renew([taken]) == [Renewal.KEPT]
+    # Half of the limit of a request is for connections.
+    assert clock() - began < 0.9
+
+
 def test_a_node_restarted_empty_frees_no_lock_that_others_have(nodes, closing):
     config = config_of(nodes[:3])
     backend, other = (closing(RedlockBackend(config)) for _ in range(2))

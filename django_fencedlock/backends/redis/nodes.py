@@ -182,7 +182,7 @@ class Nodes:
         Send a command to all nodes, and return the answers that came in time.
 
         Once a majority has answered, the others have twice as long as it took. A node that stays
-        silent isn't asked for a second, unless that leaves no majority.
+        silent isn't asked for a second, unless without it no majority answered last time.
 
         Args:
             needed: How many answers to wait for; by default a majority.
@@ -191,7 +191,7 @@ class Nodes:
         began = clock()
         needed = self.majority if needed is None else needed
         asked = [node for node in self.all if node.is_mute_until <= began]
-        if len(asked) < needed:
+        if sum(not node.is_mute_until for node in asked) < needed:
             asked = self.all
         for node in asked:
             if node.is_mute_until:
