@@ -256,7 +256,8 @@ _RENEWALS = {True: Renewal.KEPT, False: Renewal.LOST, None: Renewal.UNKNOWN}
 
 
 def _milliseconds(ttl: float) -> str:
-    return str(math.ceil(ttl * 1000) + KEPT)
+    # A node's clock may be faster than the holder's, whose lease ends after its ttl.
+    return str(math.ceil((ttl * (1 + DRIFT) + DRIFT_SECONDS) * 1000) + KEPT)
 
 
 def _holder(seen: Collection[Any], answered: int, majority: int) -> Held | None:
@@ -275,6 +276,6 @@ def _holder(seen: Collection[Any], answered: int, majority: int) -> Held | None:
     if answered - len(lefts) >= majority:
         return None
     owner, colon, identity = value.decode(errors="replace").partition(":")
-    expires_in = None if min(lefts) < 0 else (max(lefts) - KEPT) / 1000
+    expires_in = None if min(lefts) < 0 else (max(lefts) - KEPT) / 1000 / (1 + DRIFT)
     # Without a colon, other software has set the key.
     return Held(owner if colon else "", identity, expires_in=expires_in)
