@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from dataclasses import replace
+from email.utils import formatdate
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -333,6 +334,23 @@ def test_a_process_with_a_fast_wall_clock_takes_no_live_lock(backend, config, ma
     told, answer = done.stdout.split()
     assert float(told) > time.time() + 5
     assert answer == "Held"
+
+
+@pytest.mark.parametrize("step", [-3600, 3600])
+def test_one_wrong_date_ends_no_lease_and_frees_no_lock(backend, other, step):
+    mine, theirs = take(backend, claim("x")), take(other, claim("y"))
+    heard = clock()
+    date = sum(backend._now()) / 2 + step
+    backend._time.hear(heard, heard, formatdate(date, usegmt=True))
+    assert isinstance(backend.acquire(claim("y"), Wait()), Held)
+    backend._time.hear(heard, heard, formatdate(date, usegmt=True))
+    assert backend.renew([mine]) == [Renewal.KEPT]
+    assert isinstance(other.acquire(claim("x"), Wait()), Held)
+    assert backend.renew([mine]) == [Renewal.KEPT]
+    # The next answer corrects it.
+    assert other.holders(["x"])["x"].expires_in <= 30
+    assert backend.verify(mine)
+    assert other.verify(theirs)
 
 
 def test_an_expired_lock_is_taken_after_the_margin(backend, other):

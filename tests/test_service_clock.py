@@ -79,12 +79,28 @@ def test_the_bounds_get_wider_while_nothing_is_heard():
 
 
 @pytest.mark.parametrize("step", [-3600, -2, 2, 3600])
-def test_after_a_step_of_the_services_clock_only_the_new_answer_counts(step):
+def test_after_a_step_of_the_services_clock_only_the_new_answers_count(step):
+    clock, now = ServiceClock(), 100.0
+    for _ in range(20):
+        now = answer(clock, now + 0.3, 0.01)
+    for _ in range(2):
+        now = answer(clock, now, 0.01, ahead=AHEAD + step)
+        assert is_right(clock, now, AHEAD + step)
+    earliest, latest = clock.bounds(now)
+    assert latest - earliest < 1.1
+
+
+@pytest.mark.parametrize("step", [-3600, -2, 2, 3600])
+def test_one_wrong_date_makes_the_bounds_wider_and_not_wrong(step):
     clock, now = ServiceClock(), 100.0
     for _ in range(20):
         now = answer(clock, now + 0.3, 0.01)
     now = answer(clock, now, 0.01, ahead=AHEAD + step)
-    assert is_right(clock, now, AHEAD + step)
+    assert is_right(clock, now)
+    now = answer(clock, now, 0.01)
+    assert is_right(clock, now)
+    earliest, latest = clock.bounds(now)
+    assert latest - earliest < 1.1
 
 
 def test_two_clients_never_free_a_lock_before_its_owners_lease_ends():

@@ -41,7 +41,9 @@ class ServiceClock:
         """Note an answer; `sent` and `received` are of the local clock."""
         low, high = date, date + 1 + received - sent
         earliest, latest = self.bounds(received)
-        # Otherwise a clock was set, and only the new answer counts.
         if low <= latest and earliest <= high:
             low, high = max(low, earliest), min(high, latest)
+        else:
+            # A clock was set, or this one answer is wrong: the next one decides.
+            low, high = min(low, earliest), max(high, latest)
         self._found = low - received, high - received, received
