@@ -732,6 +732,56 @@ class TestInterrupts:
             assert peer.verify(taken)
             assert refused(peer, f"{name}:kept")
 
+    def test_a_grant_outlives_the_time_limit_of_another_caller(
+        self, backend, peer, name, monkeypatch
+    ):
+        backend.release(take(backend, claim(name)))
+        record = backend._record
+
+        def wait_for_row(session, sent):
+            # The claim before this one took all of its own caller's time.
+            backend._retire(session)
+            return record(session, sent)
+
+        monkeypatch.setattr(backend, "_record", wait_for_row)
+        taken = take(backend, claim(name))
+        assert backend.verify(taken)
+        assert refused(peer, name)
+        assert backend.renew([taken]) == [Renewal.KEPT]
+        assert backend.release(taken)
+        wait_until(lambda: taken.handle.session.closed, "the end of the session")
+
+    def test_the_session_of_an_interrupted_wait_gets_no_other_lock(
+        self, server, backend, peer, name, taken, threads
+    ):
+        sent, go_on = claim(name), threading.Event()
+
+        def refuse(held):
+            (session,) = backend._waiters
+            peer.release(taken)
+            wait_until(lambda: backend._holds, "the grant")
+            # The thread is slow to leave its loop.
+            session.submit(lambda: go_on.wait(20))
+            wait_until(lambda: not session._jobs, "the thread")
+            raise Interrupt
+
+        asked = []
+
+        def tell(held):
+            # The first call is about the try.
+            asked.append(held)
+            if len(asked) == 2:
+                refuse(held)
+
+        with pytest.raises(Interrupt):
+            backend.acquire(sent, Wait(20, tell))
+        released = threads(backend.release, Grant(name, sent.owner, sent.ttl))
+        wait_until(lambda: any(each._jobs for each in backend._waiters), "the release")
+        go_on.set()
+        released.result(20)
+        wait_until(lambda: not sessions_of(backend)[1:], "the end of the session")
+        assert not backend._idle
+
 
 class TestHousekeeping:
     def test_a_closed_backend_keeps_its_locks(self, backend, peer, name):

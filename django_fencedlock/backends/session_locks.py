@@ -118,10 +118,6 @@ class Session:
             # Maybe in the middle of a statement.
             self.close()
             raise
-        finally:
-            if self.closed:
-                # It was given up while it was busy.
-                self.close()
 
     def _is_alive(self) -> bool:
         # Not is_usable(): a driver's ping may connect again, as another session.
@@ -253,8 +249,8 @@ class SessionBackend(Backend):
             if self._shared.get(session.ttl) is session:
                 del self._shared[session.ttl]
             session.retired = True
-            # What it is about to be granted has no caller any more.
-            session.closed = session.closed or not session.holds
+        # By the thread, after its work: what is granted at this moment may have another caller.
+        session.worker.put(partial(_close_idle, session))
 
     def _try_on_session(self, session: Session, claim: Claim, key: str) -> Granted | Held:
         # By the thread alone, so that no try of this session overlaps another.
@@ -304,10 +300,11 @@ class SessionBackend(Backend):
                     raise self.unavailable("wait for", exc, claim.name) from exc
             return answer
         finally:
-            # Also in a killed greenlet.
+            # Also in a killed greenlet. First: it must be closed, not kept for another wait.
+            session.retired = isinstance(answer, Held)
             if not job.done:
                 self._leave(session, job)
-            if isinstance(answer, Held):
+            if session.retired:
                 session.worker.put(session.close)
 
     def _waiter(self, ttl: float) -> Session | None:
@@ -326,8 +323,6 @@ class SessionBackend(Backend):
 
     def _leave(self, session: Session, job: Job[Any]) -> None:
         """Leave the server's queue, and stay until that is done, but at most some seconds."""
-        # In this order: a late cancellation must not meet the next wait of a session.
-        session.retired = True
         job.left = True
         until = clock() + LEAVES_WITHIN
         while not job.done and clock() < until:
