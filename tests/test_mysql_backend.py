@@ -870,6 +870,15 @@ class TestClusters:
         assert len(str(caught.value)) < 300
         assert [problem.id for problem in backend.check()] == ["E058"]
 
+    def test_a_server_that_became_one_of_several_grants_nothing_to_a_new_session(
+        self, backend, name, monkeypatch
+    ):
+        taken = take(backend, claim(name))
+        monkeypatch.setattr(backend_module, "_facts", lambda used: self.GALERA)
+        with pytest.raises(BackendUnavailable, match="Galera cluster of 3 nodes"):
+            backend.acquire(claim(f"{name}:other", ttl=20.0), Wait())
+        assert backend.release(taken)
+
     @pytest.mark.parametrize(
         ("facts", "problem"),
         [

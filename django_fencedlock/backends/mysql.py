@@ -59,7 +59,6 @@ class MysqlBackend(SessionBackend):
 
     label = "mysql"
     _ledger = LEDGERS["mysql"]
-    _is_suitable = False
 
     def _key(self, name: str) -> str:
         """Return the lock's key. MySQL's have 64 characters, and the case makes no difference."""
@@ -77,12 +76,12 @@ class MysqlBackend(SessionBackend):
             own.ensure_connection()
             limit = "max_statement_time" if own.mysql_is_mariadb else "max_execution_time"
             execute(f"SET SESSION lock_wait_timeout = 1, {limit} = 0", (), own)
-            if not self._is_suitable and (why := several_writers(_facts(own))):
+            # Each time: a cluster grows, and this session may be on another node than the last.
+            if why := several_writers(_facts(own)):
                 raise OperationalError(
                     f"database {self.config.fence_database!r} {why}, and each would grant the "
                     "lock. Use DatabaseBackend, or a single primary"
                 )
-            self._is_suitable = True
             setattr(own, CURSOR, own.cursor())
             ((session.id, _),) = execute(CONNECTED, (), own)
         except BaseException:
