@@ -130,9 +130,9 @@ def answering(monkeypatch):
     return answer
 
 
-MINE = [b"o:who", KEPT + 1000]
-OTHERS = [b"p:else", KEPT + 5000]
-EXPIRED = [b"p:else", KEPT]
+MINE = [b"o:1:who", KEPT + 1000]
+OTHERS = [b"p:2:else", KEPT + 5000]
+EXPIRED = [b"p:2:else", KEPT]
 UNLIMITED = [b"set by other software", -1]
 FREE = [None, -2]
 NOTHING = [None] * 5
@@ -542,6 +542,58 @@ def test_a_node_whose_replies_are_lost_or_late_is_not_waited_for(proxied):
         first.pass_through()
         wait_until(lambda: len(backend.holders(["x"])) == 0, "the lock to be free")
         backend._nodes.get().all[0].hear()
+
+
+@pytest.fixture
+def overtaken(proxied, nodes, closing):
+    """Return a function that repeats a claim while a request to a node is late."""
+    backend, (proxy, *_) = proxied
+    other = closing(RedlockBackend(config_of(nodes[:3], backend.config.key_prefix)))
+
+    def repeat(sent):
+        proxy.delay()
+        nodes[1].kill()
+        # Another thread has this connection now.
+        line = backend._nodes.get().all[0].idle.pop()
+        mine = take(backend, sent)
+        wait_until(lambda: line.is_usable() and not line.open, "the answers")
+        assert all(values(backend, [nodes[0], nodes[2]]))
+        nodes[1].start()
+        assert refused(other)
+        assert backend.verify(mine)
+        line.close()
+
+    return backend, other, proxy, repeat
+
+
+@pytest.mark.parametrize("late", [1, 2], ids=["its end", "all of it"])
+def test_a_refused_try_that_comes_late_takes_nothing_from_the_next(
+    overtaken, nodes, monkeypatch, late
+):
+    backend, other, proxy, repeat = overtaken
+    former, sent = take(other, claim("x")), claim("x")
+    nodes[0].execute("DEL", key(backend))
+    asked, ask = backend._nodes.get(), backend._nodes.get().ask
+
+    def ask_late(*command, **terms):
+        proxy.delay(to_server=0.5 if terms or late == 2 else 0)
+        return ask(*command, **terms)
+
+    monkeypatch.setattr(asked, "ask", ask_late)
+    assert isinstance(backend.acquire(sent, Wait()), Held)
+    monkeypatch.undo()
+    other.release(former)
+    repeat(sent)
+
+
+def test_a_release_that_comes_late_takes_nothing_from_the_owners_next_claim(overtaken):
+    backend, _, proxy, repeat = overtaken
+    sent = claim("x")
+    taken = take(backend, sent)
+    proxy.delay(to_server=0.5)
+    # Its grant couldn't be recorded: the core releases it, and repeats the claim.
+    assert backend.release(taken)
+    repeat(sent)
 
 
 def test_a_claim_whose_answers_were_lost_leaves_nothing(proxied, nodes):

@@ -34,15 +34,17 @@ SPLIT_PAUSES = (0.004, 0.008, 0.016, 0.032)
 KEPT = 60_000
 
 # KEYS     the lock
-# ARGV     owner, milliseconds of the key, identity
+# ARGV     owner, milliseconds of the key, number of the try and identity
 # Returns  1, or the value of the key and the milliseconds that it has left
+# A try may come after the next one of its owner, and its own end after it.
 TAKE = f"""
 local held, head = redis.call('GET', KEYS[1]), ARGV[1] .. ':'
+local value = head .. ARGV[3]
 if held and string.sub(held, 1, #head) ~= head then
   local left = redis.call('PTTL', KEYS[1])
   if left < 0 or left > {KEPT} then return {{held, left}} end
-end
-redis.call('SET', KEYS[1], head .. ARGV[3], 'PX', ARGV[2])
+elseif held and held > value then return 1 end
+redis.call('SET', KEYS[1], value, 'PX', ARGV[2])
 return 1
 """
 # KEYS     locks
@@ -112,17 +114,19 @@ class RedlockBackend(CellBackend):
     def _take(self, claim: Claim) -> Granted | Held | None:
         """Return None for a split vote."""
         since, nodes = clock(), self._nodes.get()
-        terms = ("1", self._key(claim.name), claim.owner, _milliseconds(claim.ttl))
-        answers = nodes.ask("EVAL", TAKE, *terms, claim.identity)
+        key, ttl, number = self._key(claim.name), _milliseconds(claim.ttl), f"{since:017.6f}"
+        terms = ("1", key, claim.owner, ttl, f"{number}:{claim.identity}")
+        answers = nodes.ask("EVAL", TAKE, *terms)
         mine = [node for node, answer in answers.items() if answer == 1]
         is_in_time = clock() - since < claim.ttl * (1 - DRIFT) - DRIFT_SECONDS
         if is_in_time and len(mine) >= nodes.majority:
-            return Granted(None, since)
+            return Granted(None, since, number)
         # Before the next request finds other faults.
         failure = nodes.failure(answers)
         if mine or len(answers) < len(nodes.all):
-            # A silent node may carry it out yet.
-            nodes.ask("EVAL", GIVE, *terms, needed=len(mine), undoes=True)
+            # A silent node may carry it out yet, and this when the next try has the lock.
+            undone = ("1", key, f"{claim.owner}:{number}", ttl)
+            nodes.ask("EVAL", GIVE, *undone, needed=len(mine), undoes=True)
         if failure:
             raise failure
         others = [answer for answer in answers.values() if answer != 1]
@@ -148,7 +152,9 @@ class RedlockBackend(CellBackend):
         return [_RENEWALS[each] for each in decided]
 
     def release(self, grant: Grant) -> bool:
-        return self._decide("release", GIVE, grant)
+        # As above: the core repeats a claim whose grant it couldn't record, after its release.
+        owner = f"{grant.owner}:{grant.handle}" if grant.handle else grant.owner
+        return self._decide("release", GIVE, grant._replace(owner=owner))
 
     def verify(self, grant: Grant) -> bool:
         # No key that is gone comes back by itself. So the nodes that agree had theirs all at one
@@ -275,7 +281,7 @@ def _holder(seen: Collection[Any], answered: int, majority: int) -> Held | None:
     value, lefts = max(found.items(), key=lambda each: len(each[1]), default=(b"", []))
     if answered - len(lefts) >= majority:
         return None
-    owner, colon, identity = value.decode(errors="replace").partition(":")
+    owner, colon, rest = value.decode(errors="replace").partition(":")
     expires_in = None if min(lefts) < 0 else (max(lefts) - KEPT) / 1000 / (1 + DRIFT)
     # Without a colon, other software has set the key.
-    return Held(owner if colon else "", identity, expires_in=expires_in)
+    return Held(owner if colon else "", rest.partition(":")[2], expires_in=expires_in)
