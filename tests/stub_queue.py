@@ -209,7 +209,7 @@ class StubQueue(QueuedBackend):
             watch.stop = stop
             self.service.changed.wait_for(is_over, watch.seconds)
 
-    def leave(self, name: str, owner: str) -> bool:
+    def leave(self, name: str, owner: str) -> bool | None:
         def act() -> bool:
             before = len(self.service.entries)
             self.service.entries = [
@@ -218,7 +218,8 @@ class StubQueue(QueuedBackend):
             self.service.changed.notify_all()
             return len(self.service.entries) < before
 
-        return bool(self.service.send("leave", act)[0])
+        was_there, is_repeated = self.service.send("leave", act)
+        return bool(was_there) or (None if is_repeated else False)
 
     def entries(self, session: int, names: Mapping[str, str]) -> Mapping[str, str]:
         def act() -> dict[str, str]:

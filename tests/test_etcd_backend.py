@@ -305,6 +305,18 @@ def test_a_watch_that_is_cut_within_a_line_is_a_hint_only(make, closing):
     assert len(server.requests) == 1
 
 
+def test_a_release_whose_answer_is_lost_is_unknown(make, shared_etcd, make_proxy):
+    """The repeated one finds nothing: either the first one did it, or the lock was lost."""
+    proxy = make_proxy(shared_etcd.host, shared_etcd.port)
+    backend = make(f"http://{proxy.host}:{proxy.port}")
+    taken = take(backend, claim("x"))
+    proxy.cut_after(to_client=1)
+    with pytest.raises(BackendUnavailable, match="could not release lock 'x'"):
+        backend.release(taken)
+    assert backend.holders(["x"]) == {}
+    assert backend.release(taken) is False
+
+
 def test_one_of_several_nodes_is_away(make_etcd_cluster, make):
     nodes = make_etcd_cluster()
     nodes.sort(key=lambda node: node.is_leader())

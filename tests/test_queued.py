@@ -489,6 +489,16 @@ def test_a_failed_release_is_repeated_and_its_entry_removed(backend, service, ti
     assert backend.release(taken) is False
 
 
+def test_a_release_that_was_repeated_and_finds_nothing_is_unknown(backend, service):
+    """The first request may have released it: that is no lost lease."""
+    taken = take(backend, claim("x"))
+    service.faults = [("leave", "twice")]
+    with pytest.raises(BackendUnavailable, match="could not release lock 'x'"):
+        backend.release(taken)
+    assert taken.owner not in backend._doubts.owners
+    assert backend.release(taken) is False
+
+
 def test_a_failed_release_of_an_acquire_that_was_sent_twice_is_a_doubt(make, service, time):
     backend = make(lists_strays=False)
     kept = take(backend, claim("y"))

@@ -141,14 +141,14 @@ class ConsulBackend(QueuedBackend):
         finally:
             self._watching.discard(owner)
 
-    def leave(self, name: str, owner: str) -> bool:
+    def leave(self, name: str, owner: str) -> bool | None:
         key = self._key(name, owner)
         # A delete alone doesn't say whether there was a key.
         wanted = [{"Verb": "get", "Key": key}, {"Verb": "delete", "Key": key}]
         answer = self._ask(wanted, allowed=409)
         if answer.status == 409 and NO_KEY not in _message(answer):
             raise _refused(answer)
-        return answer.status == 200
+        return answer.status == 200 or (None if answer.is_repeated else False)
 
     def entries(self, session: str, names: Mapping[str, str]) -> Mapping[str, str]:
         # A tree of one key: a "get" fails the transaction if one of the keys is gone.

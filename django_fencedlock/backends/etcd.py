@@ -148,9 +148,11 @@ class EtcdBackend(QueuedBackend):
             elif result.get("events") or result.get("canceled"):
                 return
 
-    def leave(self, name: str, owner: str) -> bool:
-        key = _encode(self._key(name, owner))
-        return int(self._ask("kv/deleterange", {"key": key}).get("deleted", 0)) > 0
+    def leave(self, name: str, owner: str) -> bool | None:
+        answer = self._send("kv/deleterange", {"key": _encode(self._key(name, owner))})
+        if answer.status != 200:
+            raise _refused(answer)
+        return int(answer.body.get("deleted", 0)) > 0 or (None if answer.is_repeated else False)
 
     def entries(self, session: int, names: Mapping[str, str]) -> Mapping[str, str]:
         answer = self._ask("lease/timetolive", {"ID": session, "keys": True})

@@ -24,6 +24,7 @@ WATCH = 2.0
 PATIENCE = 1.0
 #: Sessions that one acquire may open: each ended before its first use.
 SESSIONS = 3
+UNANSWERED = "a first request had no answer, and the repeated one found no entry"
 
 
 class SessionGone(Exception):
@@ -143,8 +144,12 @@ class QueuedBackend(Backend):
         """Return once the entry before may be gone, or after `watch.seconds`."""
 
     @abstractmethod
-    def leave(self, name: str, owner: str) -> bool:
-        """Delete this owner's entry, of any session. Return False if there was none."""
+    def leave(self, name: str, owner: str) -> bool | None:
+        """
+        Delete this owner's entry, of any session. Return False if there was none.
+
+        None: an earlier try of the request, which had no answer, may have deleted it.
+        """
 
     @abstractmethod
     def entries(self, session: Any, names: Mapping[str, str]) -> Mapping[str, str]:
@@ -265,10 +270,9 @@ class QueuedBackend(Backend):
         batches: dict[Session, dict[str, str]] = {}
         for grant, entry in [(each, each.handle) for each in grants if each.handle]:
             if grant.ttl > entry.session.ttl:
-                what = f"Lock {grant.name!r} has a session of {entry.session.ttl:g} s, which can't"
-                raise ValueError(
-                    f"{what} be extended to {grant.ttl:g} s. Acquire it with that ttl."
-                )
+                what = f"Lock {grant.name!r} has a session of {entry.session.ttl:g} s, which can't "
+                what += f"be extended to {grant.ttl:g} s. Acquire it with that ttl."
+                raise ValueError(what)
             batches.setdefault(entry.session, {})[grant.owner] = grant.name
         kept: set[str] = set()
         with self._asking("renew locks"):
@@ -282,6 +286,9 @@ class QueuedBackend(Backend):
         try:
             with self._asking("release", grant.name):
                 was_there = self.leave(grant.name, grant.owner)
+            if was_there is None:
+                # Not False: the block would end with LeaseLost, though it held the lock.
+                raise self.unavailable("release", TimeoutError(UNANSWERED), grant.name)
             return was_there
         finally:
             if is_own:

@@ -191,19 +191,19 @@ class ZooKeeperBackend(QueuedBackend):
             with contextlib.suppress(SessionGone):
                 node.session.wait(place.ahead, woken, watch.seconds)
 
-    def leave(self, name: str, owner: str) -> bool:
-        was_there = False
+    def leave(self, name: str, owner: str) -> bool | None:
         if node := self._nodes.get(owner):
             # Without its session, the node is gone as well.
+            was_there: bool | None = False
             with contextlib.suppress(SessionGone):
                 was_there = node.session.delete(node.path)
             self._nodes.pop(owner, None)
             return was_there
         session = self._any_session()
-        for each in self._queues(session, [name])[name]:
-            if owner_of(each) == owner:
-                was_there |= session.delete(f"{self._parent(name)}/{each}")
-        return was_there
+        queue = self._queues(session, [name])[name]
+        paths = [f"{self._parent(name)}/{each}" for each in queue if owner_of(each) == owner]
+        found = [session.delete(path) for path in paths]
+        return any(found) or (None if None in found else False)
 
     def entries(self, session: KazooSession, names: Mapping[str, str]) -> Mapping[str, str]:
         nodes = {owner: self._nodes[owner] for owner in names if owner in self._nodes}

@@ -241,9 +241,11 @@ class KazooSession:
             raise SessionGone("the session has ended")
         return answers
 
-    def ask(self, *requests: Callable[[], Any], repeated: Any = None) -> list[Any]:
+    def ask(
+        self, *requests: Callable[[], Any], missing: Any = None, repeated: Any = None
+    ) -> list[Any]:
         """Send requests, and again if the connection breaks; `repeated` is for `missing` then."""
-        end, missing, answers = clock() + self._timeout, None, list[Any]()
+        end, answers = clock() + self._timeout, list[Any]()
         while True:
             try:
                 while len(answers) < len(requests):
@@ -269,9 +271,11 @@ class KazooSession:
         transaction.check(path, -1)
         return transaction.commit_async()
 
-    def delete(self, path: str) -> bool:
-        """Delete a node; return False if it was missing."""
-        return bool(self.ask(partial(self.kazoo.delete_async, path), repeated=True)[0])
+    def delete(self, path: str) -> bool | None:
+        """Delete a node; return False if it was missing, None if it was for a repeated request."""
+        delete = partial(self.kazoo.delete_async, path)
+        was_there: bool | None = self.ask(delete, missing=False, repeated=None)[0]
+        return was_there
 
     # Watches
 
