@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from django_fencedlock.backends.interface import Claim, Held
-from django_fencedlock.backends.queued import (
+from django_fencedlock.backends.places import (
     Place,
-    QueuedBackend,
     SessionGone,
     Watch,
     describe_claim,
     read_entry,
 )
+from django_fencedlock.backends.queued import QueuedBackend
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core import runtime
 
@@ -206,7 +206,7 @@ class StubQueue(QueuedBackend):
             return stopped or place.ahead not in ahead
 
         with self.service.changed:
-            watch.stop = stop
+            watch.on_stop(stop)
             self.service.changed.wait_for(is_over, watch.seconds)
 
     def leave(self, name: str, owner: str) -> bool | None:

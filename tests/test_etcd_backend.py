@@ -12,7 +12,7 @@ from django_fencedlock import LeaseLost, StaleFence, lock
 from django_fencedlock.backends import etcd as module
 from django_fencedlock.backends.etcd import EtcdBackend
 from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
-from django_fencedlock.backends.queued import Place, Watch
+from django_fencedlock.backends.places import Place, Watch
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
@@ -301,7 +301,9 @@ def test_a_watch_that_is_cut_within_a_line_is_a_hint_only(make, closing):
         close_without_answer(handler)
 
     server.script = [cut]
-    backend.watch("x", "owner", Place(2, encode("ahead"), Held()), Watch(5))
+    watch = Watch()
+    watch.seconds = 5
+    backend.watch("x", "owner", Place(2, encode("ahead"), Held()), watch)
     assert len(server.requests) == 1
 
 

@@ -13,6 +13,7 @@ from django_fencedlock.backends.doubts import LATE
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.queued import WATCH, Entry
 from django_fencedlock.conf import AliasConfig
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from tests.failing import raising
 from tests.stub_queue import QueueService, StubQueue, Time, random_faults
@@ -342,6 +343,22 @@ def test_a_cancelled_wait_ends_its_watch():
         threading.Event().wait(0.001)
     assert isinstance(waiter.result(20), Held)
     assert service.owners("x") == [taken.owner]
+
+
+def test_a_wait_that_is_cancelled_before_its_watch_begins_has_none():
+    service = QueueService()
+    backend, other = StubQueue(CONFIG, service), StubQueue(CONFIG, service)
+    wait, really = Wait(60), backend.watch
+
+    def watch(*given):
+        wait.cancel()
+        really(*given)
+
+    backend.watch = watch
+    take(other, claim("x"))
+    began = clock()
+    assert isinstance(backend.acquire(claim("x"), wait), Held)
+    assert clock() < began + WATCH / 2
 
 
 def test_a_wait_that_was_cancelled_before_it_began_enters_no_queue(backend, other, service, time):

@@ -13,7 +13,8 @@ from ..conf import AliasConfig, Problem, seconds
 from ..problems import ok
 from .http import TLS_OPTIONS, Answer, HttpNodes, NodesFailed, credentials, location_problems
 from .interface import Claim, Held
-from .queued import Place, QueuedBackend, SessionGone, Watch, describe_claim, read_entry
+from .places import Place, SessionGone, Watch, describe_claim, read_entry
+from .queued import QueuedBackend
 
 PORT = 8500
 FORM = "Write it as 'http://127.0.0.1:8500' (https:// with TLS), or as a list of such URLs."
@@ -124,16 +125,13 @@ class ConsulBackend(QueuedBackend):
             time.sleep(min(watch.seconds, PAUSE))
             return
 
-        def note(stop: Any) -> None:
-            watch.stop = stop
-
         ahead = place.ahead
         terms = f"index={ahead.modified}&wait={max(1, int(watch.seconds * 1000))}ms"
         path = f"/v1/kv/{quote(ahead.folder + ahead.owner)}?{terms}"
         self._watching.add(owner)
         try:
             # One line: the key after a change. Nothing: the key is gone.
-            for line in self._nodes.stream("GET", path, None, watch.seconds, note):
+            for line in self._nodes.stream("GET", path, None, watch.seconds, watch.on_stop):
                 if not line.startswith("["):
                     # An error, which would keep this process busy.
                     time.sleep(min(watch.seconds, PAUSE))

@@ -12,7 +12,8 @@ from ..conf import AliasConfig, Problem
 from ..problems import ok
 from .http import TLS_OPTIONS, Answer, HttpNodes, NodesFailed, credentials, location_problems
 from .interface import Claim, Held
-from .queued import Place, QueuedBackend, SessionGone, Watch, describe_claim, read_entry
+from .places import Place, SessionGone, Watch, describe_claim, read_entry
+from .queued import QueuedBackend
 
 PORT = 2379
 FORM = (
@@ -132,10 +133,7 @@ class EtcdBackend(QueuedBackend):
         # Without start_revision: etcd serves a watch from a past revision every 100 ms only.
         wanted = {"create_request": {"key": place.ahead, "filters": ["NOPUT"]}}
 
-        def note(stop: Any) -> None:
-            watch.stop = stop
-
-        for line in self._nodes.stream("POST", "/v3/watch", wanted, watch.seconds, note):
+        for line in self._nodes.stream("POST", "/v3/watch", wanted, watch.seconds, watch.on_stop):
             if not line.endswith("\n"):
                 # Half a line of a connection that was cut.
                 return

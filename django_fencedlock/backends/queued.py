@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,6 +15,7 @@ from ..core.runtime import clock
 from ..exceptions import BackendUnavailable
 from .doubts import Doubts
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
+from .places import Place, SessionGone, Watch
 
 #: A session is renewed so many times within its ttl.
 BEATS = 3
@@ -25,10 +26,6 @@ PATIENCE = 1.0
 #: Sessions that one acquire may open: each ended before its first use.
 SESSIONS = 3
 UNANSWERED = "a first request had no answer, and the repeated one found no entry"
-
-
-class SessionGone(Exception):
-    """The service doesn't know the session any more, nor its entries."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,43 +42,11 @@ class Session:
     strays: set[str] = field(default_factory=set)
 
 
-class Place(NamedTuple):
-    """Where an entry stands in the queue of its lock."""
-
-    #: The service's number of the entry: it rises from entry to entry, whatever their locks.
-    number: int
-    #: What the service knows the entry before it by; None for the first, which has the lock.
-    ahead: Any
-    #: The first entry of the queue.
-    first: Held
-    #: The request was sent twice: one of them may still be carried out.
-    is_repeated: bool = False
-
-
 class Entry(NamedTuple):
     """The handle of a grant."""
 
     session: Session
     number: int
-
-
-def describe_claim(claim: Claim) -> str:
-    """Return what is stored in an entry: whether the lock is fenced, and who the owner is."""
-    return f"{int(claim.fenced)}{claim.identity}"
-
-
-def read_entry(owner: str, text: str, number: int, waiting: int | None = None) -> Held:
-    """Describe the owner of an entry."""
-    return Held(owner, text[1:], number if text[:1] == "1" else None, waiting=waiting)
-
-
-@dataclass(slots=True)
-class Watch:
-    """How long a waiter watches the entry before its own."""
-
-    seconds: float = 0.0
-    #: Ends the watch, from any thread. The service sets it.
-    stop: Callable[[], object] = lambda: None
 
 
 class QueuedBackend(Backend):
@@ -164,7 +129,7 @@ class QueuedBackend(Backend):
             what = f"Lock {claim.name!r} has a ttl of {claim.ttl:g} s, but sessions of {self.label}"
             raise ValueError(f"{what} have at most {self.longest:g} s. Use a shorter ttl.")
         answer, watch = None, Watch()
-        wait.on_cancel(lambda: watch.stop())
+        wait.on_cancel(watch.stop)
         self._doubts.begin(claim.owner)
         try:
             with self._asking("acquire", claim.name):

@@ -24,7 +24,8 @@ from ..conf import AliasConfig, Problem
 from ..core.runtime import clock
 from .http import TLS_OPTIONS
 from .interface import Claim, Held
-from .queued import Place, QueuedBackend, SessionGone, Watch, describe_claim, read_entry
+from .places import Place, SessionGone, Watch, describe_claim, read_entry
+from .queued import QueuedBackend
 from .zookeeper_session import PAUSE, Broken, Errors, KazooSession, TimeoutIsShort
 from .zookeeper_settings import USER_OPTIONS, read_location, server_problems, settings_problems
 
@@ -186,7 +187,7 @@ class ZooKeeperBackend(QueuedBackend):
 
     def watch(self, name: str, owner: str, place: Place, watch: Watch) -> None:
         woken = threading.Event()
-        watch.stop = woken.set
+        watch.on_stop(woken.set)
         if node := self._nodes.get(owner):
             with contextlib.suppress(SessionGone):
                 node.session.wait(place.ahead, woken, watch.seconds)

@@ -21,7 +21,7 @@ from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandl
 from ..conf import AliasConfig
 from ..core import runtime
 from ..core.runtime import clock
-from .queued import SessionGone
+from .places import SessionGone
 from .zookeeper_settings import client_options, read_location
 
 logger = logging.getLogger(__name__)
