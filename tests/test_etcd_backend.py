@@ -319,6 +319,19 @@ def test_a_release_whose_answer_is_lost_is_unknown(make, shared_etcd, make_proxy
     assert backend.release(taken) is False
 
 
+def test_a_request_that_was_repeated_before_a_login_is_a_repeated_one(make, closing):
+    """A server that starts again may have carried it out, and has forgotten the token."""
+    server = closing(Server())
+    backend = make(server.url.replace("//", "//user:password@"))
+    server.script = [
+        close_without_answer,
+        answer('{"message": "etcdserver: invalid auth token"}', 401),
+        answer('{"header": {}, "token": "new"}'),
+        answer('{"header": {}}'),
+    ]
+    assert backend.leave("x", "owner") is None
+
+
 def test_one_of_several_nodes_is_away(make_etcd_cluster, make):
     nodes = make_etcd_cluster()
     nodes.sort(key=lambda node: node.is_leader())

@@ -353,7 +353,7 @@ def test_another_node_is_asked_if_one_cannot_serve(server, other, make, status):
     nodes = make(server.url, other.url)
     server.otherwise = answer("{}", status)
     # It may have been carried out: a proxy's error, or a leader that was replaced meanwhile.
-    assert nodes.ask("POST", "/").is_repeated
+    assert nodes.ask("POST", "/").is_repeated is (status != 429)
     nodes.ask("POST", "/")
     # The node that answered is asked first from now on.
     assert (len(server.requests), len(other.requests)) == (1, 2)
@@ -485,6 +485,20 @@ def test_a_stream_of_nothing_ends_at_once(server, make):
     nodes = make(server.url)
     with within(0.04 + SLACK):
         assert list(streamed(nodes)) == []
+
+
+def test_a_stream_without_any_time_left_leaves_the_node_alone(server, make):
+    """A timeout of 0 is none at all: the connection failed at once, and another node was asked."""
+    nodes = make(server.url, "http://127.0.0.1:1")
+    assert list(nodes.stream("GET", "/", None, 0.0, lambda stop: None)) == []
+    assert str(nodes._nodes[0]) == server.url.removeprefix("http://")
+
+
+def test_a_request_that_came_too_often_was_not_carried_out(server, make):
+    server.script = [answer("{}", 429)]
+    assert make(server.url).ask("POST", "/").is_repeated is False
+    server.script = [answer("{}", 503), answer("{}", 429)]
+    assert make(server.url).ask("POST", "/").is_repeated is True
 
 
 @pytest.mark.parametrize("status", [400, 401, 503])

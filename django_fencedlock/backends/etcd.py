@@ -190,7 +190,9 @@ class EtcdBackend(QueuedBackend):
                 if given.status != 200:
                     raise _refused(given)
                 self._nodes.headers["Authorization"] = given.body["token"]
+                before = answer.is_repeated
                 answer = self._nodes.ask("POST", f"/v3/{what}", body)
+                answer = answer._replace(is_repeated=answer.is_repeated or before)
         except NodesFailed as exc:
             if "space exceeded" in str(exc):
                 raise NodesFailed(f"{exc}. {NO_SPACE}") from exc

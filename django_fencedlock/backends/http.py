@@ -96,7 +96,8 @@ class HttpNodes:
                 self._keep(connection)
                 if status < 500 and status != 429:
                     return Answer(status, _parsed(text), headers, is_repeated)
-                is_repeated = True
+                # Not if there were too many requests: that one wasn't carried out.
+                is_repeated |= status != 429
                 failure: Exception = OSError(f"status {status}, {_shortened(text)}")
             except Errors as exc:
                 failure = exc
@@ -151,6 +152,8 @@ class HttpNodes:
         It has a connection of its own. `on_open` gets a function that ends it from any thread.
         """
         end = clock() + seconds
+        # 0 would be no timeout at all: nothing would wait for the connection.
+        seconds = _left(end)
         data = None if body is None else json.dumps(body).encode()
         node = self._nodes[0]
         try:
