@@ -1,9 +1,11 @@
 """The recipe of locks as queues, on a service in memory."""
 
 import contextlib
+import gc
 import itertools
 import random
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -16,7 +18,7 @@ from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from tests.failing import raising
-from tests.stub_queue import QueueService, StubQueue, Time, random_faults
+from tests.stub_queue import NoAnswer, QueueService, StubQueue, Time, random_faults
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.threads import beside
 
@@ -168,6 +170,64 @@ def test_a_failed_renewal_is_an_error_and_loses_nothing(backend, service):
     with pytest.raises(BackendUnavailable, match="renew"):
         backend.renew([taken])
     assert backend.renew([taken]) == [Renewal.KEPT]
+
+
+def test_a_session_without_an_answer_fails_no_other(backend, service, time):
+    """With ZooKeeper each has its own connection, and the server of one may hang."""
+    long, short = take(backend, claim("x", ttl=90)), take(backend, claim("y", ttl=6))
+    really = backend.keep
+
+    def keep(session):
+        if session == long.handle.session.id:
+            raise NoAnswer
+        return really(session)
+
+    backend.keep = keep
+    for _ in range(3):
+        time.pass_by(5)
+        assert backend.renew([long, short]) == [Renewal.UNKNOWN, Renewal.KEPT]
+    assert backend.verify(short)
+
+
+def test_two_threads_may_notice_the_end_of_a_session(backend, service, monkeypatch):
+    """One of them had a KeyError, or dropped the session that the other had opened."""
+    session = take(backend, claim("x")).handle.session
+
+    class Sessions(dict):
+        def get(self, ttl):
+            found = super().get(ttl)
+            if not others and found is session:
+                others.append(beside(backend._drop, session))
+                # The other thread goes on, if nothing stops it.
+                with contextlib.suppress(TimeoutError):
+                    others[0].result(0.2)
+            return found
+
+    others = []
+    backend._sessions = Sessions(backend._sessions)
+    backend._drop(session)
+    others[0].result(20)
+    assert backend._sessions == {}
+
+
+def test_a_failure_to_open_a_session_keeps_nothing_of_its_caller(backend, service):
+    """Its traceback would: frames refer to the frames that called them, and to their variables."""
+
+    class Thing:
+        pass
+
+    def fail():
+        thing = Thing()
+        seen.append(weakref.ref(thing))
+        with contextlib.suppress(BackendUnavailable):
+            backend.acquire(claim("x"), Wait())
+
+    seen = []
+    service.fail = lambda what: "lost"
+    fail()
+    gc.collect()
+    assert seen[0]() is None
+    assert backend._failed
 
 
 def test_grants_of_other_processes_are_not_renewed(backend, other):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from ..conf import AliasConfig
-from ..core.runtime import clock
+from ..core.runtime import allocate_lock, clock
 from ..exceptions import BackendUnavailable
 from .doubts import Doubts
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
@@ -59,7 +59,8 @@ class QueuedBackend(Backend):
 
     supports_waiting = True
     supports_ttl = False
-    #: What the methods below raise if the service doesn't answer within the timeout.
+    #: What the methods below raise if the service doesn't answer within the timeout. The first
+    #: one takes a text.
     errors: ClassVar[tuple[type[Exception], ...]]
     #: Bounds of a session's ttl, in seconds.
     shortest, longest = 1.0, math.inf
@@ -69,9 +70,9 @@ class QueuedBackend(Backend):
         self._reset()
 
     def _reset(self) -> None:
-        self._opening = threading.Lock()
+        self._opening, self._dropping = threading.Lock(), allocate_lock()
         #: By ttl: when a session couldn't be opened, and why.
-        self._failed: dict[float, tuple[float, Exception]] = {}
+        self._failed: dict[float, tuple[float, str]] = {}
         self._sessions: dict[float, Session] = {}
         self._doubts = Doubts()
 
@@ -191,12 +192,13 @@ class QueuedBackend(Backend):
                 return session
             # Each of ten threads would wait for as many timeouts as there are threads before it.
             if (failed := self._failed.get(seconds)) and failed[0] > began:
-                raise failed[1]
+                raise self.errors[0](failed[1])
             since = clock()
             try:
                 session = Session(self.open(seconds), seconds, since, since + seconds / BEATS)
             except self.errors as exc:
-                self._failed[seconds] = clock(), exc
+                # Not the error: by its traceback it would keep all variables of the callers.
+                self._failed[seconds] = clock(), str(exc) or type(exc).__name__
                 raise
             self._sessions[seconds] = session
             return session
@@ -212,8 +214,10 @@ class QueuedBackend(Backend):
         return is_kept
 
     def _drop(self, session: Session) -> None:
-        if self._sessions.get(session.ttl) is session:
-            del self._sessions[session.ttl]
+        # Two threads may notice its end, and a third one open another in between.
+        with self._dropping:
+            if self._sessions.get(session.ttl) is session:
+                del self._sessions[session.ttl]
 
     def _beat(self, session: Session, names: Mapping[str, str]) -> Mapping[str, str] | None:
         """Renew a session; return its entries, at least those of `names`, or None if it ended."""
@@ -239,12 +243,22 @@ class QueuedBackend(Backend):
                 what += f"be extended to {grant.ttl:g} s. Acquire it with that ttl."
                 raise ValueError(what)
             batches.setdefault(entry.session, {})[grant.owner] = grant.name
-        kept: set[str] = set()
-        with self._asking("renew locks"):
-            for session, names in batches.items():
-                kept |= (self._beat(session, names) or {}).keys()
-        self._tidy()
-        return [Renewal.KEPT if each.owner in kept else Renewal.LOST for each in grants]
+        answers: dict[str, Renewal] = {}
+        failures: list[BackendUnavailable] = []
+        for session, names in batches.items():
+            try:
+                with self._asking("renew locks"):
+                    found = self._beat(session, names) or {}
+                answers |= dict.fromkeys(found, Renewal.KEPT)
+            except BackendUnavailable as exc:
+                # With ZooKeeper, the others have connections of their own.
+                answers |= dict.fromkeys(names, Renewal.UNKNOWN)
+                failures.append(exc)
+        if not failures:
+            self._tidy()
+        elif len(failures) == len(batches):
+            raise failures[0]
+        return [answers.get(each.owner, Renewal.LOST) for each in grants]
 
     def release(self, grant: Grant) -> bool:
         was_there, is_own = None, grant.owner in self._doubts.owners
