@@ -258,6 +258,27 @@ def test_an_eviction_is_noticed_at_the_next_beat(backend, shared_zookeeper, make
     )
 
 
+def test_a_beat_does_not_count_a_watch_that_has_no_answer_yet(
+    backend, shared_zookeeper, make, monkeypatch
+):
+    """A waiter of this process begins to watch the node; it was deleted before."""
+    trials(backend)
+    evicted = take(backend, claim("x", ttl=5))
+    other = make(shared_zookeeper.hosts, prefix=backend.config.key_prefix)
+    assert other.release(Grant("x", evicted.owner))
+    (session,), found = backend._open, []
+    really = session.ask
+
+    def ask(*requests, **terms):
+        monkeypatch.setattr(session, "ask", really)
+        found.append(backend.renew([evicted]))
+        return really(*requests, **terms)
+
+    monkeypatch.setattr(session, "ask", ask)
+    session.watch(backend._nodes[evicted.owner].path)
+    assert found == [[Renewal.LOST]]
+
+
 def test_a_beat_of_many_leases_is_one_request(backend, monkeypatch):
     taken = [take(backend, claim(f"many:{number}", ttl=5)) for number in range(250)]
     assert set(backend.renew(taken)) == {Renewal.KEPT}

@@ -210,7 +210,7 @@ class ZooKeeperBackend(QueuedBackend):
         nodes = {owner: self._nodes[owner] for owner in names if owner in self._nodes}
         paths = {owner: node.path for owner, node in nodes.items() if node.session is session}
         # Each is looked up once. Then its watch reports its end, and a broken connection.
-        found = session.watched.keys() & paths.values()
+        found = set(filter(session.is_there, paths.values()))
         if unknown := [path for path in paths.values() if path not in found]:
             with contextlib.suppress(SessionGone):
                 found |= session.watch(*unknown)
