@@ -622,6 +622,30 @@ def test_many_doubts_delay_no_beat(backend, service, time):
     assert first < set(list(backend._doubts.late)[-60:])
 
 
+def test_a_doubt_that_cannot_be_released_keeps_no_other(backend, service):
+    """With ZooKeeper, each may be on another connection."""
+    kept, really = take(backend, claim("y")), backend.leave
+
+    def leave(name, owner):
+        if name == "bad":
+            raise NoAnswer
+        return really(name, owner)
+
+    for name in ("bad", "good"):
+        service.faults = [("enter", "answer lost")]
+        with pytest.raises(BackendUnavailable):
+            backend.acquire(claim(name), Wait())
+    backend.leave = leave
+    for _ in range(2):
+        backend.renew([kept])
+    assert "leave" in service.requests
+    assert service.owners("good") == []
+    # It is released once that is possible.
+    backend.leave = really
+    backend.renew([kept])
+    assert service.owners("bad") == []
+
+
 def test_one_of_many_waiters_renews_the_session(backend, other, service, time):
     taken = take(other, claim("x", ttl=1000))
     requests, really = [], service.send
