@@ -374,6 +374,47 @@ def test_another_node_is_asked_in_time_if_one_hangs(server, other, make):
         assert not nodes.ask("POST", "/").is_repeated
 
 
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_an_answer_that_is_cut_is_asked_for_again(server, make, is_chunked):
+    def cut(handler):
+        handler.send_response(200)
+        length = {"Transfer-Encoding": "chunked"} if is_chunked else {"Content-Length": "100"}
+        handler.send_header(*length.popitem())
+        handler.end_headers()
+        handler.wfile.write(b"2\r\n{}\r\n" if is_chunked else b"{}")
+        close_without_answer(handler)
+
+    server.script = [cut]
+    assert make(server.url).ask("POST", "/").is_repeated
+    assert len(server.requests) == 2
+
+
+def test_a_long_answer_in_chunks_leaves_its_connection_usable(server, make):
+    server.script = [lines(*["x" * 5000] * 50)]
+    nodes = make(server.url)
+    assert nodes.ask("POST", "/").body.count("x") == 250_000
+    nodes.ask("POST", "/")
+    assert server.connections == 1
+
+
+def test_an_answer_that_comes_in_drops_fails_in_time(server, make):
+    """Each drop would have the whole timeout."""
+
+    def drip(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "100")
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(50):
+                handler.wfile.write(b" ")
+                time.sleep(0.1)
+        handler.close_connection = True
+
+    server.otherwise = drip
+    with within(1 + SLACK), pytest.raises(NodesFailed):
+        make(server.url, timeout=1).ask("POST", "/")
+
+
 def test_a_node_that_recovers_is_asked_again_within_the_timeout(server, make):
     server.script = [answer("{}", 503)] * 3
     assert make(server.url).ask("POST", "/").status == 200
