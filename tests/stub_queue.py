@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from django_fencedlock.backends.interface import Claim, Held
-from django_fencedlock.backends.queued import (
+from django_fencedlock.backends.places import (
     Place,
-    QueuedBackend,
     SessionGone,
     Watch,
     describe_claim,
     read_entry,
 )
+from django_fencedlock.backends.queued import QueuedBackend
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core import runtime
 
@@ -206,10 +206,10 @@ class StubQueue(QueuedBackend):
             return stopped or place.ahead not in ahead
 
         with self.service.changed:
-            watch.stop = stop
+            watch.on_stop(stop)
             self.service.changed.wait_for(is_over, watch.seconds)
 
-    def leave(self, name: str, owner: str) -> bool:
+    def leave(self, name: str, owner: str) -> bool | None:
         def act() -> bool:
             before = len(self.service.entries)
             self.service.entries = [
@@ -218,7 +218,8 @@ class StubQueue(QueuedBackend):
             self.service.changed.notify_all()
             return len(self.service.entries) < before
 
-        return bool(self.service.send("leave", act)[0])
+        was_there, is_repeated = self.service.send("leave", act)
+        return bool(was_there) or (None if is_repeated else False)
 
     def entries(self, session: int, names: Mapping[str, str]) -> Mapping[str, str]:
         def act() -> dict[str, str]:

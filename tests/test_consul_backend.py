@@ -246,6 +246,16 @@ class TestNetwork:
     def proxy(self, shared_consul, make_proxy):
         return make_proxy(shared_consul.host, shared_consul.port)
 
+    def test_a_release_whose_answer_is_lost_is_unknown(self, proxy, connect, name):
+        """The repeated one finds nothing: either the first one did it, or the lock was lost."""
+        backend = connect(_url(proxy))
+        taken = take(backend, claim(name))
+        proxy.cut_after(to_client=1)
+        with pytest.raises(BackendUnavailable, match="could not release lock"):
+            backend.release(taken)
+        assert backend.holders([name]) == {}
+        assert backend.release(taken) is False
+
     def test_a_claim_whose_answer_was_lost_keeps_its_place(
         self, shared_consul, proxy, connect, name
     ):

@@ -12,7 +12,7 @@ from django_fencedlock import LeaseLost, StaleFence, lock
 from django_fencedlock.backends import etcd as module
 from django_fencedlock.backends.etcd import EtcdBackend
 from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
-from django_fencedlock.backends.queued import Place, Watch
+from django_fencedlock.backends.places import Place, Watch
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
@@ -301,8 +301,35 @@ def test_a_watch_that_is_cut_within_a_line_is_a_hint_only(make, closing):
         close_without_answer(handler)
 
     server.script = [cut]
-    backend.watch("x", "owner", Place(2, encode("ahead"), Held()), Watch(5))
+    watch = Watch()
+    watch.seconds = 5
+    backend.watch("x", "owner", Place(2, encode("ahead"), Held()), watch)
     assert len(server.requests) == 1
+
+
+def test_a_release_whose_answer_is_lost_is_unknown(make, shared_etcd, make_proxy):
+    """The repeated one finds nothing: either the first one did it, or the lock was lost."""
+    proxy = make_proxy(shared_etcd.host, shared_etcd.port)
+    backend = make(f"http://{proxy.host}:{proxy.port}")
+    taken = take(backend, claim("x"))
+    proxy.cut_after(to_client=1)
+    with pytest.raises(BackendUnavailable, match="could not release lock 'x'"):
+        backend.release(taken)
+    assert backend.holders(["x"]) == {}
+    assert backend.release(taken) is False
+
+
+def test_a_request_that_was_repeated_before_a_login_is_a_repeated_one(make, closing):
+    """A server that starts again may have carried it out, and has forgotten the token."""
+    server = closing(Server())
+    backend = make(server.url.replace("//", "//user:password@"))
+    server.script = [
+        close_without_answer,
+        answer('{"message": "etcdserver: invalid auth token"}', 401),
+        answer('{"header": {}, "token": "new"}'),
+        answer('{"header": {}}'),
+    ]
+    assert backend.leave("x", "owner") is None
 
 
 def test_one_of_several_nodes_is_away(make_etcd_cluster, make):

@@ -353,7 +353,7 @@ def test_another_node_is_asked_if_one_cannot_serve(server, other, make, status):
     nodes = make(server.url, other.url)
     server.otherwise = answer("{}", status)
     # It may have been carried out: a proxy's error, or a leader that was replaced meanwhile.
-    assert nodes.ask("POST", "/").is_repeated
+    assert nodes.ask("POST", "/").is_repeated is (status != 429)
     nodes.ask("POST", "/")
     # The node that answered is asked first from now on.
     assert (len(server.requests), len(other.requests)) == (1, 2)
@@ -372,6 +372,47 @@ def test_another_node_is_asked_in_time_if_one_hangs(server, other, make):
         assert nodes.ask("POST", "/").is_repeated
     with within(SLACK):
         assert not nodes.ask("POST", "/").is_repeated
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_an_answer_that_is_cut_is_asked_for_again(server, make, is_chunked):
+    def cut(handler):
+        handler.send_response(200)
+        length = {"Transfer-Encoding": "chunked"} if is_chunked else {"Content-Length": "100"}
+        handler.send_header(*length.popitem())
+        handler.end_headers()
+        handler.wfile.write(b"2\r\n{}\r\n" if is_chunked else b"{}")
+        close_without_answer(handler)
+
+    server.script = [cut]
+    assert make(server.url).ask("POST", "/").is_repeated
+    assert len(server.requests) == 2
+
+
+def test_a_long_answer_in_chunks_leaves_its_connection_usable(server, make):
+    server.script = [lines(*["x" * 5000] * 50)]
+    nodes = make(server.url)
+    assert nodes.ask("POST", "/").body.count("x") == 250_000
+    nodes.ask("POST", "/")
+    assert server.connections == 1
+
+
+def test_an_answer_that_comes_in_drops_fails_in_time(server, make):
+    """Each drop would have the whole timeout."""
+
+    def drip(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "100")
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(50):
+                handler.wfile.write(b" ")
+                time.sleep(0.1)
+        handler.close_connection = True
+
+    server.otherwise = drip
+    with within(1 + SLACK), pytest.raises(NodesFailed):
+        make(server.url, timeout=1).ask("POST", "/")
 
 
 def test_a_node_that_recovers_is_asked_again_within_the_timeout(server, make):
@@ -485,6 +526,20 @@ def test_a_stream_of_nothing_ends_at_once(server, make):
     nodes = make(server.url)
     with within(0.04 + SLACK):
         assert list(streamed(nodes)) == []
+
+
+def test_a_stream_without_any_time_left_leaves_the_node_alone(server, make):
+    """A timeout of 0 is none at all: the connection failed at once, and another node was asked."""
+    nodes = make(server.url, "http://127.0.0.1:1")
+    assert list(nodes.stream("GET", "/", None, 0.0, lambda stop: None)) == []
+    assert str(nodes._nodes[0]) == server.url.removeprefix("http://")
+
+
+def test_a_request_that_came_too_often_was_not_carried_out(server, make):
+    server.script = [answer("{}", 429)]
+    assert make(server.url).ask("POST", "/").is_repeated is False
+    server.script = [answer("{}", 503), answer("{}", 429)]
+    assert make(server.url).ask("POST", "/").is_repeated is True
 
 
 @pytest.mark.parametrize("status", [400, 401, 503])

@@ -1,9 +1,11 @@
 """The recipe of locks as queues, on a service in memory."""
 
 import contextlib
+import gc
 import itertools
 import random
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -13,9 +15,10 @@ from django_fencedlock.backends.doubts import LATE
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.queued import WATCH, Entry
 from django_fencedlock.conf import AliasConfig
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from tests.failing import raising
-from tests.stub_queue import QueueService, StubQueue, Time, random_faults
+from tests.stub_queue import NoAnswer, QueueService, StubQueue, Time, random_faults
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.threads import beside
 
@@ -167,6 +170,64 @@ def test_a_failed_renewal_is_an_error_and_loses_nothing(backend, service):
     with pytest.raises(BackendUnavailable, match="renew"):
         backend.renew([taken])
     assert backend.renew([taken]) == [Renewal.KEPT]
+
+
+def test_a_session_without_an_answer_fails_no_other(backend, service, time):
+    """With ZooKeeper each has its own connection, and the server of one may hang."""
+    long, short = take(backend, claim("x", ttl=90)), take(backend, claim("y", ttl=6))
+    really = backend.keep
+
+    def keep(session):
+        if session == long.handle.session.id:
+            raise NoAnswer
+        return really(session)
+
+    backend.keep = keep
+    for _ in range(3):
+        time.pass_by(5)
+        assert backend.renew([long, short]) == [Renewal.UNKNOWN, Renewal.KEPT]
+    assert backend.verify(short)
+
+
+def test_two_threads_may_notice_the_end_of_a_session(backend, service, monkeypatch):
+    """One of them had a KeyError, or dropped the session that the other had opened."""
+    session = take(backend, claim("x")).handle.session
+
+    class Sessions(dict):
+        def get(self, ttl):
+            found = super().get(ttl)
+            if not others and found is session:
+                others.append(beside(backend._drop, session))
+                # The other thread goes on, if nothing stops it.
+                with contextlib.suppress(TimeoutError):
+                    others[0].result(0.2)
+            return found
+
+    others = []
+    backend._sessions = Sessions(backend._sessions)
+    backend._drop(session)
+    others[0].result(20)
+    assert backend._sessions == {}
+
+
+def test_a_failure_to_open_a_session_keeps_nothing_of_its_caller(backend, service):
+    """Its traceback would: frames refer to the frames that called them, and to their variables."""
+
+    class Thing:
+        pass
+
+    def fail():
+        thing = Thing()
+        seen.append(weakref.ref(thing))
+        with contextlib.suppress(BackendUnavailable):
+            backend.acquire(claim("x"), Wait())
+
+    seen = []
+    service.fail = lambda what: "lost"
+    fail()
+    gc.collect()
+    assert seen[0]() is None
+    assert backend._failed
 
 
 def test_grants_of_other_processes_are_not_renewed(backend, other):
@@ -344,6 +405,22 @@ def test_a_cancelled_wait_ends_its_watch():
     assert service.owners("x") == [taken.owner]
 
 
+def test_a_wait_that_is_cancelled_before_its_watch_begins_has_none():
+    service = QueueService()
+    backend, other = StubQueue(CONFIG, service), StubQueue(CONFIG, service)
+    wait, really = Wait(60), backend.watch
+
+    def watch(*given):
+        wait.cancel()
+        really(*given)
+
+    backend.watch = watch
+    take(other, claim("x"))
+    began = clock()
+    assert isinstance(backend.acquire(claim("x"), wait), Held)
+    assert clock() < began + WATCH / 2
+
+
 def test_a_wait_that_was_cancelled_before_it_began_enters_no_queue(backend, other, service, time):
     take(other, claim("x"))
     wait = waiting(time, 10)
@@ -489,6 +566,16 @@ def test_a_failed_release_is_repeated_and_its_entry_removed(backend, service, ti
     assert backend.release(taken) is False
 
 
+def test_a_release_that_was_repeated_and_finds_nothing_is_unknown(backend, service):
+    """The first request may have released it: that is no lost lease."""
+    taken = take(backend, claim("x"))
+    service.faults = [("leave", "twice")]
+    with pytest.raises(BackendUnavailable, match="could not release lock 'x'"):
+        backend.release(taken)
+    assert taken.owner not in backend._doubts.owners
+    assert backend.release(taken) is False
+
+
 def test_a_failed_release_of_an_acquire_that_was_sent_twice_is_a_doubt(make, service, time):
     backend = make(lists_strays=False)
     kept = take(backend, claim("y"))
@@ -533,6 +620,30 @@ def test_many_doubts_delay_no_beat(backend, service, time):
     backend.renew([kept])
     assert 45 < service.requests.count("leave") < 55
     assert first < set(list(backend._doubts.late)[-60:])
+
+
+def test_a_doubt_that_cannot_be_released_keeps_no_other(backend, service):
+    """With ZooKeeper, each may be on another connection."""
+    kept, really = take(backend, claim("y")), backend.leave
+
+    def leave(name, owner):
+        if name == "bad":
+            raise NoAnswer
+        return really(name, owner)
+
+    for name in ("bad", "good"):
+        service.faults = [("enter", "answer lost")]
+        with pytest.raises(BackendUnavailable):
+            backend.acquire(claim(name), Wait())
+    backend.leave = leave
+    for _ in range(2):
+        backend.renew([kept])
+    assert "leave" in service.requests
+    assert service.owners("good") == []
+    # It is released once that is possible.
+    backend.leave = really
+    backend.renew([kept])
+    assert service.owners("bad") == []
 
 
 def test_one_of_many_waiters_renews_the_session(backend, other, service, time):

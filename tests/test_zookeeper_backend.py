@@ -258,6 +258,27 @@ def test_an_eviction_is_noticed_at_the_next_beat(backend, shared_zookeeper, make
     )
 
 
+def test_a_beat_does_not_count_a_watch_that_has_no_answer_yet(
+    backend, shared_zookeeper, make, monkeypatch
+):
+    """A waiter of this process begins to watch the node; it was deleted before."""
+    trials(backend)
+    evicted = take(backend, claim("x", ttl=5))
+    other = make(shared_zookeeper.hosts, prefix=backend.config.key_prefix)
+    assert other.release(Grant("x", evicted.owner))
+    (session,), found = backend._open, []
+    really = session.ask
+
+    def ask(*requests, **terms):
+        monkeypatch.setattr(session, "ask", really)
+        found.append(backend.renew([evicted]))
+        return really(*requests, **terms)
+
+    monkeypatch.setattr(session, "ask", ask)
+    session.watch(backend._nodes[evicted.owner].path)
+    assert found == [[Renewal.LOST]]
+
+
 def test_a_beat_of_many_leases_is_one_request(backend, monkeypatch):
     taken = [take(backend, claim(f"many:{number}", ttl=5)) for number in range(250)]
     assert set(backend.renew(taken)) == {Renewal.KEPT}
@@ -341,11 +362,13 @@ def test_a_create_whose_answer_is_lost_is_found(proxied):
     assert backend.verify(grant(sent, answer))
 
 
-def test_a_release_whose_answer_is_lost_was_done(proxied):
+def test_a_release_whose_answer_is_lost_is_unknown(proxied):
+    """The repeated one finds nothing: either the first one did it, or the lock was lost."""
     backend, other, proxy = proxied
     taken = take(backend, claim("x", ttl=5))
     proxy.cut_after(to_client=1)
-    assert backend.release(taken)
+    with pytest.raises(BackendUnavailable, match="could not release lock 'x'"):
+        backend.release(taken)
     assert nodes_of(other, "x") == []
     assert not backend.release(taken)
 

@@ -13,7 +13,8 @@ from ..conf import AliasConfig, Problem, seconds
 from ..problems import ok
 from .http import TLS_OPTIONS, Answer, HttpNodes, NodesFailed, credentials, location_problems
 from .interface import Claim, Held
-from .queued import Place, QueuedBackend, SessionGone, Watch, describe_claim, read_entry
+from .places import Place, SessionGone, Watch, describe_claim, read_entry
+from .queued import QueuedBackend
 
 PORT = 8500
 FORM = "Write it as 'http://127.0.0.1:8500' (https:// with TLS), or as a list of such URLs."
@@ -124,16 +125,13 @@ class ConsulBackend(QueuedBackend):
             time.sleep(min(watch.seconds, PAUSE))
             return
 
-        def note(stop: Any) -> None:
-            watch.stop = stop
-
         ahead = place.ahead
         terms = f"index={ahead.modified}&wait={max(1, int(watch.seconds * 1000))}ms"
         path = f"/v1/kv/{quote(ahead.folder + ahead.owner)}?{terms}"
         self._watching.add(owner)
         try:
             # One line: the key after a change. Nothing: the key is gone.
-            for line in self._nodes.stream("GET", path, None, watch.seconds, note):
+            for line in self._nodes.stream("GET", path, None, watch.seconds, watch.on_stop):
                 if not line.startswith("["):
                     # An error, which would keep this process busy.
                     time.sleep(min(watch.seconds, PAUSE))
@@ -141,14 +139,14 @@ class ConsulBackend(QueuedBackend):
         finally:
             self._watching.discard(owner)
 
-    def leave(self, name: str, owner: str) -> bool:
+    def leave(self, name: str, owner: str) -> bool | None:
         key = self._key(name, owner)
         # A delete alone doesn't say whether there was a key.
         wanted = [{"Verb": "get", "Key": key}, {"Verb": "delete", "Key": key}]
         answer = self._ask(wanted, allowed=409)
         if answer.status == 409 and NO_KEY not in _message(answer):
             raise _refused(answer)
-        return answer.status == 200
+        return answer.status == 200 or (None if answer.is_repeated else False)
 
     def entries(self, session: str, names: Mapping[str, str]) -> Mapping[str, str]:
         # A tree of one key: a "get" fails the transaction if one of the keys is gone.

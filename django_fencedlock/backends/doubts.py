@@ -59,8 +59,12 @@ class Doubts:
                 return
             # Its claim may have been tried again.
             if owner not in self.owners:
-                leave(name, owner)
-                self.late.pop(owner, None)
-                if clock() < until:
-                    # The last one of the next beat.
-                    self.late[owner] = name, until
+                is_over = False
+                try:
+                    leave(name, owner)
+                    is_over = clock() >= until
+                finally:
+                    # The last one of the next beat, also if it fails: others may be possible.
+                    self.late.pop(owner, None)
+                    if not is_over:
+                        self.late[owner] = name, until

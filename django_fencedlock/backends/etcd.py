@@ -12,7 +12,8 @@ from ..conf import AliasConfig, Problem
 from ..problems import ok
 from .http import TLS_OPTIONS, Answer, HttpNodes, NodesFailed, credentials, location_problems
 from .interface import Claim, Held
-from .queued import Place, QueuedBackend, SessionGone, Watch, describe_claim, read_entry
+from .places import Place, SessionGone, Watch, describe_claim, read_entry
+from .queued import QueuedBackend
 
 PORT = 2379
 FORM = (
@@ -132,10 +133,7 @@ class EtcdBackend(QueuedBackend):
         # Without start_revision: etcd serves a watch from a past revision every 100 ms only.
         wanted = {"create_request": {"key": place.ahead, "filters": ["NOPUT"]}}
 
-        def note(stop: Any) -> None:
-            watch.stop = stop
-
-        for line in self._nodes.stream("POST", "/v3/watch", wanted, watch.seconds, note):
+        for line in self._nodes.stream("POST", "/v3/watch", wanted, watch.seconds, watch.on_stop):
             if not line.endswith("\n"):
                 # Half a line of a connection that was cut.
                 return
@@ -148,9 +146,11 @@ class EtcdBackend(QueuedBackend):
             elif result.get("events") or result.get("canceled"):
                 return
 
-    def leave(self, name: str, owner: str) -> bool:
-        key = _encode(self._key(name, owner))
-        return int(self._ask("kv/deleterange", {"key": key}).get("deleted", 0)) > 0
+    def leave(self, name: str, owner: str) -> bool | None:
+        answer = self._send("kv/deleterange", {"key": _encode(self._key(name, owner))})
+        if answer.status != 200:
+            raise _refused(answer)
+        return int(answer.body.get("deleted", 0)) > 0 or (None if answer.is_repeated else False)
 
     def entries(self, session: int, names: Mapping[str, str]) -> Mapping[str, str]:
         answer = self._ask("lease/timetolive", {"ID": session, "keys": True})
@@ -190,7 +190,9 @@ class EtcdBackend(QueuedBackend):
                 if given.status != 200:
                     raise _refused(given)
                 self._nodes.headers["Authorization"] = given.body["token"]
+                before = answer.is_repeated
                 answer = self._nodes.ask("POST", f"/v3/{what}", body)
+                answer = answer._replace(is_repeated=answer.is_repeated or before)
         except NodesFailed as exc:
             if "space exceeded" in str(exc):
                 raise NodesFailed(f"{exc}. {NO_SPACE}") from exc

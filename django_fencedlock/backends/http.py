@@ -10,6 +10,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -96,7 +97,8 @@ class HttpNodes:
                 self._keep(connection)
                 if status < 500 and status != 429:
                     return Answer(status, _parsed(text), headers, is_repeated)
-                is_repeated = True
+                # Not if there were too many requests: that one wasn't carried out.
+                is_repeated |= status != 429
                 failure: Exception = OSError(f"status {status}, {_shortened(text)}")
             except Errors as exc:
                 failure = exc
@@ -119,13 +121,10 @@ class HttpNodes:
         return self._open(node, _left(until))
 
     def _open(self, node: Node, limit: float) -> http.client.HTTPConnection:
-        connection: http.client.HTTPConnection
+        make: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
         if node.tls:
-            connection = http.client.HTTPSConnection(
-                node.host, node.port, timeout=limit, context=self._tls
-            )
-        else:
-            connection = http.client.HTTPConnection(node.host, node.port, timeout=limit)
+            make = partial(http.client.HTTPSConnection, context=self._tls)
+        connection = make(node.host, node.port, timeout=limit)
         connection.connect()
         return connection
 
@@ -150,7 +149,8 @@ class HttpNodes:
 
         It has a connection of its own. `on_open` gets a function that ends it from any thread.
         """
-        end = clock() + seconds
+        # 0 would be no timeout at all: nothing would wait for the connection.
+        end, seconds = clock() + seconds, max(0.05, seconds)
         data = None if body is None else json.dumps(body).encode()
         node = self._nodes[0]
         try:
@@ -197,9 +197,19 @@ def _exchange(
     sock.settimeout(_left(until))
     connection.request(method, path, data, headers)
     response = connection.getresponse()
-    # A server that stops within its answer would have the whole time once more.
+    text = b""
     sock.settimeout(_left(until))
-    return response.status, response.read(), dict(response.headers.items())
+    while part := response.read1():
+        # A server that sends it in parts would have the whole time for each.
+        if clock() > until:
+            raise TimeoutError("the answer was too slow")
+        text += part
+        sock.settimeout(_left(until))
+    if response.length:
+        raise http.client.IncompleteRead(text, response.length)
+    # The connection takes no other request before this.
+    response.read()
+    return response.status, text, dict(response.headers.items())
 
 
 def _is_closed(connection: http.client.HTTPConnection) -> bool:

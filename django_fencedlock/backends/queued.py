@@ -6,15 +6,16 @@ import contextlib
 import math
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from ..conf import AliasConfig
-from ..core.runtime import clock
+from ..core.runtime import allocate_lock, clock
 from ..exceptions import BackendUnavailable
 from .doubts import Doubts
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
+from .places import Place, SessionGone, Watch
 
 #: A session is renewed so many times within its ttl.
 BEATS = 3
@@ -24,10 +25,7 @@ WATCH = 2.0
 PATIENCE = 1.0
 #: Sessions that one acquire may open: each ended before its first use.
 SESSIONS = 3
-
-
-class SessionGone(Exception):
-    """The service doesn't know the session any more, nor its entries."""
+UNANSWERED = "a first request had no answer, and the repeated one found no entry"
 
 
 @dataclass(slots=True, eq=False)
@@ -44,43 +42,11 @@ class Session:
     strays: set[str] = field(default_factory=set)
 
 
-class Place(NamedTuple):
-    """Where an entry stands in the queue of its lock."""
-
-    #: The service's number of the entry: it rises from entry to entry, whatever their locks.
-    number: int
-    #: What the service knows the entry before it by; None for the first, which has the lock.
-    ahead: Any
-    #: The first entry of the queue.
-    first: Held
-    #: The request was sent twice: one of them may still be carried out.
-    is_repeated: bool = False
-
-
 class Entry(NamedTuple):
     """The handle of a grant."""
 
     session: Session
     number: int
-
-
-def describe_claim(claim: Claim) -> str:
-    """Return what is stored in an entry: whether the lock is fenced, and who the owner is."""
-    return f"{int(claim.fenced)}{claim.identity}"
-
-
-def read_entry(owner: str, text: str, number: int, waiting: int | None = None) -> Held:
-    """Describe the owner of an entry."""
-    return Held(owner, text[1:], number if text[:1] == "1" else None, waiting=waiting)
-
-
-@dataclass(slots=True)
-class Watch:
-    """How long a waiter watches the entry before its own."""
-
-    seconds: float = 0.0
-    #: Ends the watch, from any thread. The service sets it.
-    stop: Callable[[], object] = lambda: None
 
 
 class QueuedBackend(Backend):
@@ -93,7 +59,8 @@ class QueuedBackend(Backend):
 
     supports_waiting = True
     supports_ttl = False
-    #: What the methods below raise if the service doesn't answer within the timeout.
+    #: What the methods below raise if the service doesn't answer within the timeout. The first
+    #: one takes a text.
     errors: ClassVar[tuple[type[Exception], ...]]
     #: Bounds of a session's ttl, in seconds.
     shortest, longest = 1.0, math.inf
@@ -103,9 +70,9 @@ class QueuedBackend(Backend):
         self._reset()
 
     def _reset(self) -> None:
-        self._opening = threading.Lock()
+        self._opening, self._dropping = threading.Lock(), allocate_lock()
         #: By ttl: when a session couldn't be opened, and why.
-        self._failed: dict[float, tuple[float, Exception]] = {}
+        self._failed: dict[float, tuple[float, str]] = {}
         self._sessions: dict[float, Session] = {}
         self._doubts = Doubts()
 
@@ -143,8 +110,12 @@ class QueuedBackend(Backend):
         """Return once the entry before may be gone, or after `watch.seconds`."""
 
     @abstractmethod
-    def leave(self, name: str, owner: str) -> bool:
-        """Delete this owner's entry, of any session. Return False if there was none."""
+    def leave(self, name: str, owner: str) -> bool | None:
+        """
+        Delete this owner's entry, of any session. Return False if there was none.
+
+        None: an earlier try of the request, which had no answer, may have deleted it.
+        """
 
     @abstractmethod
     def entries(self, session: Any, names: Mapping[str, str]) -> Mapping[str, str]:
@@ -159,7 +130,7 @@ class QueuedBackend(Backend):
             what = f"Lock {claim.name!r} has a ttl of {claim.ttl:g} s, but sessions of {self.label}"
             raise ValueError(f"{what} have at most {self.longest:g} s. Use a shorter ttl.")
         answer, watch = None, Watch()
-        wait.on_cancel(lambda: watch.stop())
+        wait.on_cancel(watch.stop)
         self._doubts.begin(claim.owner)
         try:
             with self._asking("acquire", claim.name):
@@ -221,12 +192,13 @@ class QueuedBackend(Backend):
                 return session
             # Each of ten threads would wait for as many timeouts as there are threads before it.
             if (failed := self._failed.get(seconds)) and failed[0] > began:
-                raise failed[1]
+                raise self.errors[0](failed[1])
             since = clock()
             try:
                 session = Session(self.open(seconds), seconds, since, since + seconds / BEATS)
             except self.errors as exc:
-                self._failed[seconds] = clock(), exc
+                # Not the error: by its traceback it would keep all variables of the callers.
+                self._failed[seconds] = clock(), str(exc) or type(exc).__name__
                 raise
             self._sessions[seconds] = session
             return session
@@ -242,8 +214,10 @@ class QueuedBackend(Backend):
         return is_kept
 
     def _drop(self, session: Session) -> None:
-        if self._sessions.get(session.ttl) is session:
-            del self._sessions[session.ttl]
+        # Two threads may notice its end, and a third one open another in between.
+        with self._dropping:
+            if self._sessions.get(session.ttl) is session:
+                del self._sessions[session.ttl]
 
     def _beat(self, session: Session, names: Mapping[str, str]) -> Mapping[str, str] | None:
         """Renew a session; return its entries, at least those of `names`, or None if it ended."""
@@ -265,23 +239,35 @@ class QueuedBackend(Backend):
         batches: dict[Session, dict[str, str]] = {}
         for grant, entry in [(each, each.handle) for each in grants if each.handle]:
             if grant.ttl > entry.session.ttl:
-                what = f"Lock {grant.name!r} has a session of {entry.session.ttl:g} s, which can't"
-                raise ValueError(
-                    f"{what} be extended to {grant.ttl:g} s. Acquire it with that ttl."
-                )
+                what = f"Lock {grant.name!r} has a session of {entry.session.ttl:g} s, which can't "
+                what += f"be extended to {grant.ttl:g} s. Acquire it with that ttl."
+                raise ValueError(what)
             batches.setdefault(entry.session, {})[grant.owner] = grant.name
-        kept: set[str] = set()
-        with self._asking("renew locks"):
-            for session, names in batches.items():
-                kept |= (self._beat(session, names) or {}).keys()
-        self._tidy()
-        return [Renewal.KEPT if each.owner in kept else Renewal.LOST for each in grants]
+        answers: dict[str, Renewal] = {}
+        failures: list[BackendUnavailable] = []
+        for session, names in batches.items():
+            try:
+                with self._asking("renew locks"):
+                    found = self._beat(session, names) or {}
+                answers |= dict.fromkeys(found, Renewal.KEPT)
+            except BackendUnavailable as exc:
+                # With ZooKeeper, the others have connections of their own.
+                answers |= dict.fromkeys(names, Renewal.UNKNOWN)
+                failures.append(exc)
+        if not failures:
+            self._tidy()
+        elif len(failures) == len(batches):
+            raise failures[0]
+        return [answers.get(each.owner, Renewal.LOST) for each in grants]
 
     def release(self, grant: Grant) -> bool:
         was_there, is_own = None, grant.owner in self._doubts.owners
         try:
             with self._asking("release", grant.name):
                 was_there = self.leave(grant.name, grant.owner)
+            if was_there is None:
+                # Not False: the block would end with LeaseLost, though it held the lock.
+                raise self.unavailable("release", TimeoutError(UNANSWERED), grant.name)
             return was_there
         finally:
             if is_own:

@@ -24,7 +24,8 @@ from ..conf import AliasConfig, Problem
 from ..core.runtime import clock
 from .http import TLS_OPTIONS
 from .interface import Claim, Held
-from .queued import Place, QueuedBackend, SessionGone, Watch, describe_claim, read_entry
+from .places import Place, SessionGone, Watch, describe_claim, read_entry
+from .queued import QueuedBackend
 from .zookeeper_session import PAUSE, Broken, Errors, KazooSession, TimeoutIsShort
 from .zookeeper_settings import USER_OPTIONS, read_location, server_problems, settings_problems
 
@@ -186,30 +187,30 @@ class ZooKeeperBackend(QueuedBackend):
 
     def watch(self, name: str, owner: str, place: Place, watch: Watch) -> None:
         woken = threading.Event()
-        watch.stop = woken.set
+        watch.on_stop(woken.set)
         if node := self._nodes.get(owner):
             with contextlib.suppress(SessionGone):
                 node.session.wait(place.ahead, woken, watch.seconds)
 
-    def leave(self, name: str, owner: str) -> bool:
-        was_there = False
+    def leave(self, name: str, owner: str) -> bool | None:
         if node := self._nodes.get(owner):
             # Without its session, the node is gone as well.
+            was_there: bool | None = False
             with contextlib.suppress(SessionGone):
                 was_there = node.session.delete(node.path)
             self._nodes.pop(owner, None)
             return was_there
         session = self._any_session()
-        for each in self._queues(session, [name])[name]:
-            if owner_of(each) == owner:
-                was_there |= session.delete(f"{self._parent(name)}/{each}")
-        return was_there
+        queue = self._queues(session, [name])[name]
+        paths = [f"{self._parent(name)}/{each}" for each in queue if owner_of(each) == owner]
+        found = [session.delete(path) for path in paths]
+        return any(found) or (None if None in found else False)
 
     def entries(self, session: KazooSession, names: Mapping[str, str]) -> Mapping[str, str]:
         nodes = {owner: self._nodes[owner] for owner in names if owner in self._nodes}
         paths = {owner: node.path for owner, node in nodes.items() if node.session is session}
         # Each is looked up once. Then its watch reports its end, and a broken connection.
-        found = session.watched.keys() & paths.values()
+        found = set(filter(session.is_there, paths.values()))
         if unknown := [path for path in paths.values() if path not in found]:
             with contextlib.suppress(SessionGone):
                 found |= session.watch(*unknown)

@@ -21,7 +21,7 @@ from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandl
 from ..conf import AliasConfig
 from ..core import runtime
 from ..core.runtime import clock
-from .queued import SessionGone
+from .places import SessionGone
 from .zookeeper_settings import client_options, read_location
 
 logger = logging.getLogger(__name__)
@@ -241,9 +241,9 @@ class KazooSession:
             raise SessionGone("the session has ended")
         return answers
 
-    def ask(self, *requests: Callable[[], Any], repeated: Any = None) -> list[Any]:
-        """Send requests, and again if the connection breaks; `repeated` is for `missing` then."""
-        end, missing, answers = clock() + self._timeout, None, list[Any]()
+    def ask(self, *requests: Callable[[], Any], missing: Any = None) -> list[Any]:
+        """Send requests, and again if the connection breaks; None is for `missing` then."""
+        end, answers = clock() + self._timeout, list[Any]()
         while True:
             try:
                 while len(answers) < len(requests):
@@ -253,7 +253,7 @@ class KazooSession:
             except Broken:
                 if clock() >= end:
                     raise
-                missing = repeated
+                missing = None
                 time.sleep(PAUSE)
 
     def get(self, *paths: str) -> list[Any]:
@@ -269,9 +269,10 @@ class KazooSession:
         transaction.check(path, -1)
         return transaction.commit_async()
 
-    def delete(self, path: str) -> bool:
-        """Delete a node; return False if it was missing."""
-        return bool(self.ask(partial(self.kazoo.delete_async, path), repeated=True)[0])
+    def delete(self, path: str) -> bool | None:
+        """Delete a node; return False if it was missing, None if it was for a repeated request."""
+        was_there: bool | None = self.ask(partial(self.kazoo.delete_async, path), missing=False)[0]
+        return was_there
 
     # Watches
 
@@ -291,11 +292,18 @@ class KazooSession:
             return found
         finally:
             for path in made.keys() - found:
-                self._forget_watch(path, made[path])
+                # Another thread may wait for it.
+                made[path](None)
+
+    def is_there(self, path: str) -> bool:
+        """Return whether a watch told that a node exists, and not yet that it was deleted."""
+        watch = self.watched.get(path)
+        # Another thread may be about to watch it.
+        return watch is not None and watch.answer is not None and watch.answer.successful()
 
     def _forget_watch(self, path: str, watch: _NodeWatch) -> None:
         if self.watched.get(path) is watch:
-            del self.watched[path]
+            self.watched.pop(path, None)
 
     def wait(self, path: str, woken: threading.Event, seconds: float) -> None:
         """Wait until a node may be gone, or `woken` is set."""

@@ -1,0 +1,54 @@
+"""What a service says about the places in a queue, and how a waiter watches one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .interface import Claim, Held
+
+
+class SessionGone(Exception):
+    """The service doesn't know the session any more, nor its entries."""
+
+
+class Place(NamedTuple):
+    """Where an entry stands in the queue of its lock."""
+
+    #: The service's number of the entry: it rises from entry to entry, whatever their locks.
+    number: int
+    #: What the service knows the entry before it by; None for the first, which has the lock.
+    ahead: Any
+    #: The first entry of the queue.
+    first: Held
+    #: The request was sent twice: one of them may still be carried out.
+    is_repeated: bool = False
+
+
+def describe_claim(claim: Claim) -> str:
+    """Return what is stored in an entry: whether the lock is fenced, and who the owner is."""
+    return f"{int(claim.fenced)}{claim.identity}"
+
+
+def read_entry(owner: str, text: str, number: int, waiting: int | None = None) -> Held:
+    """Describe the owner of an entry."""
+    return Held(owner, text[1:], number if text[:1] == "1" else None, waiting=waiting)
+
+
+class Watch:
+    """How long a waiter watches the entry before its own."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._is_over = False
+        self._end: Callable[[], object] = lambda: None
+
+    def on_stop(self, end: Callable[[], object]) -> None:
+        """Note what ends the watch, from any thread; at once if the wait was cancelled before."""
+        self._end = end
+        if self._is_over:
+            end()
+
+    def stop(self) -> None:
+        self._is_over = True
+        self._end()
