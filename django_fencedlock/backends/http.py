@@ -27,8 +27,8 @@ PAUSES = 0.05, 0.3
 TLS_OPTIONS = frozenset({"CA", "CERT", "KEY"})
 #: What to do about a failure, by a part of its text.
 REMEDIES = {
-    "unable to get|self.signed": "Set OPTIONS['CA'] to the authority of its certificate",
-    "CERTIFICATE_REQUIRED|ALERT_BAD_CERT": "Set OPTIONS['CERT'] and ['KEY']: it asks for them",
+    "unable to get|self.signed": "Set OPTIONS['CA'] to the PEM file of its authority",
+    "certificate required|bad certificate": "Set OPTIONS['CERT'] and ['KEY']",
     "timed out": "Check that a majority of the nodes runs",
 }
 
@@ -231,9 +231,13 @@ def _parsed(text: bytes) -> Any:
 
 
 def _describe(failure: Exception, node: Node) -> str:
-    what = re.sub(r" \(_ssl\.c:\d+\)", "", str(failure)) or type(failure).__name__
+    what = re.sub(r"\[SSL: \w+\] | \(_ssl\.c:\d+\)", "", str(failure)) or type(failure).__name__
     remedies = [remedy for part, remedy in REMEDIES.items() if re.search(part, what)]
-    if node.tls and isinstance(failure, ssl.SSLError | ConnectionError) and "CERT" not in what:
+    if (
+        node.tls
+        and isinstance(failure, ssl.SSLError | ConnectionError)
+        and "certificate" not in what
+    ):
         remedies = ["If it has no TLS, write http://. If it asks for a certificate, set CERT"]
     if not node.tls and isinstance(failure, http.client.RemoteDisconnected | ConnectionResetError):
         remedies = ["If it has TLS, write https://"]

@@ -39,7 +39,8 @@ _Missing = exceptions.NoNodeError, exceptions.NodeExistsError
 _Refused = NoAuthError, AuthFailedError, SessionClosedRequireSaslError
 _HINTS = {
     "(?i)auth|sasl": "check USERNAME, PASSWORD and SASL",
-    "(?i)broken|reset": "the server has no quorum, or this host maxClientCnxns (60) connections",
+    "(?i)broken|reset": "the server has no quorum, or this host maxClientCnxns (60) connections, "
+    "or the port needs TLS",
     "VERIFY_FAILED": "check CA",
     "(?i)alert.*certificate": "set CERT and KEY",
     "SSL.*(EOF|VERSION)": "if the port has no TLS, leave out CA, CERT and KEY",
