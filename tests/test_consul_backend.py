@@ -23,6 +23,7 @@ from tests.scripts import run_python
 from tests.servers.certificates import Authority
 from tests.servers.process import free_port, wait_until
 from tests.test_backend_interface import BackendInterface, claim, grant, take
+from tests.test_http_nodes import Server, answer
 from tests.threads import beside
 
 #: Seconds that a busy machine may add to a time limit.
@@ -88,6 +89,7 @@ class TestSettings:
             ({"OPTIONS": {"TIMEOUT": 0}}, "E003", "more than zero"),
             ({"OPTIONS": {"CA": "ca.pem"}}, "E008", "LOCATION begins with http://"),
             ({"OPTIONS": {"TOKENS": ""}}, "E008", "'TOKEN'"),
+            ({"TTL": 86401}, "E003", "at most 86400 s. Use a shorter one."),
             ({"TTL": 5}, "W053", "at least 10 s: a dead process's lock is free after up to 20 s"),
             ({"TTL": 2, "OPTIONS": {"SESSION_TTL_MIN": 3}}, "W053", "after up to 6 s"),
         ],
@@ -125,6 +127,18 @@ class TestSettings:
 def _problems(**terms):
     given = {"BACKEND": CONSUL, "LOCATION": f"http://127.0.0.1:{PORT}", **terms}
     return list(conf.alias_problems("default", given))
+
+
+def test_a_server_that_is_not_consul_is_reported(closing):
+    server = Server()
+    server.otherwise = answer("<html>It works!</html>")
+    backend = closing(ConsulBackend(config_of(server.url)))
+    with contextlib.closing(server):
+        with pytest.raises(BackendUnavailable, match="doesn't answer as Consul does: '<html>It"):
+            take(backend, claim("x"))
+        with pytest.raises(BackendUnavailable, match="doesn't answer as Consul does"):
+            backend.holders(["x"])
+        assert [each.id for each in backend.check() if each.id] == ["E013"]
 
 
 class TestEntries:

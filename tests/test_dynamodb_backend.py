@@ -140,7 +140,7 @@ def test_an_endpoint_that_is_no_url_is_reported(endpoint):
     assert "['ENDPOINT'] is" in message
 
 
-@pytest.mark.parametrize("region", [None, "", "EU Central", 1.5])
+@pytest.mark.parametrize("region", [None, "", "EU Central", 1.5, 1])
 def test_a_missing_or_wrong_region_is_reported(region):
     ((key, message),) = found(options={"REGION": region})
     assert key == "E008"

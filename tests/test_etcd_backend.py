@@ -211,7 +211,9 @@ class TestLogin:
         assert "secret" not in message
 
     def test_no_password(self, server, make):
-        assert "user name is empty" in refusal(make(server.url))
+        message = refusal(make(server.url))
+        assert "user name is empty" in message
+        assert "LOCATION needs a user" in message
 
 
 class TestTLS:
@@ -370,6 +372,21 @@ def test_a_full_server_says_what_to_do_and_lets_locks_go(make_etcd, make):
 
 
 class TestCheck:
+    def test_a_lost_majority_is_not_taken_for_a_full_disk(self, make, make_etcd_cluster):
+        nodes = make_etcd_cluster()
+        for node in nodes[1:]:
+            node.kill()
+        backend = make(nodes[0].url, TIMEOUT=1)
+
+        def is_without_leader():
+            status = nodes[0].request("/v3/maintenance/status")
+            return "etcdserver: no leader" in status.get("errors", [])
+
+        wait_until(is_without_leader, "the node to notice it", 20)
+        ((number, message),) = problems(backend)
+        assert number == "E013"
+        assert "a majority of the nodes" in message
+
     def test_a_large_database(self, backend, monkeypatch):
         monkeypatch.setattr(module, "LARGE", 1)
         ((number, message),) = problems(backend)

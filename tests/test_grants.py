@@ -9,7 +9,7 @@ from django.db import OperationalError
 from django.db.models import F
 
 from django_fencedlock import conf, lock
-from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
+from django_fencedlock.backends.interface import Backend, Granted, Held, Renewal, Wait
 from django_fencedlock.core import grants as grants_module
 from django_fencedlock.core import manager
 from django_fencedlock.core.grants import grant_of, new_claim
@@ -136,6 +136,17 @@ def test_only_a_service_that_lost_its_data_is_warned_of(step, stub, caplog):
     stub.tokens.clear()
     take(step)
     assert "was behind the tokens of lock 'x', which go on from 6" in caplog.text
+
+
+def test_a_service_that_stays_behind_is_warned_of_once(step, stub, caplog, monkeypatch):
+    # etcd, ZooKeeper and Consul number grants by a counter of the whole service.
+    monkeypatch.setattr(type(step.backend), "suggest", Backend.suggest)
+    step.backend.release(take(step))
+    Fence.objects.update(token=5_000_000)
+    for _ in range(3):
+        step.backend.release(take(step))
+    assert fence()[0] == 5_000_003
+    assert [each.levelname for each in caplog.records if each.levelname != "DEBUG"] == ["WARNING"]
 
 
 def test_a_fence_that_rises_again_and_again_ends_in_a_refusal(step, monkeypatch):

@@ -460,7 +460,7 @@ def test_a_wrong_password_is_told_and_hidden(nodes, closing):
     try:
         wrong = [node.url.replace("//", "//:n0tthis@") for node in nodes[:3]]
         backend = closing(RedlockBackend(config_of(wrong)))
-        with pytest.raises(BackendUnavailable, match="invalid username-password") as caught:
+        with pytest.raises(BackendUnavailable, match="URL is wrong or missing: 127") as caught:
             take(backend, claim("x"))
         assert "n0tthis" not in str(caught.value)
         assert "E013" in {problem.id for problem in backend.check()}
@@ -814,6 +814,9 @@ def test_eight_processes_take_turns(nodes, postgres):
         (["redis://a", "redis://b"], ["E054"]),
         ([], ["E054"]),
         (["redis://a", "redis://b", "redis://a"], ["E054"]),
+        (["redis://a", "redis://b", "redis://:secret@a:6379/1"], ["E054"]),
+        (["unix:///a", "unix:///b", "unix:///a?db=1"], ["E054"]),
+        (["redis://a:1", "redis://a:2", "redis://a:3"], []),
         (["redis://a", "redis://b", "redis://c", "redis://d"], ["W054"]),
         (["redis://a", "redis://b", "http://c"], ["E007"]),
         (["redis://a", "redis://b", "redis+sentinel://c/service"], ["E007"]),
@@ -821,6 +824,13 @@ def test_eight_processes_take_turns(nodes, postgres):
 )
 def test_problems_of_the_settings(urls, expected):
     assert [each.id for each in RedlockBackend.problems(config_of(urls))] == expected
+
+
+def test_the_remedy_for_a_wrong_url_names_the_forms_that_redlock_accepts():
+    urls = ["redis://a", "redis://b", "http://c"]
+    (problem,) = RedlockBackend.problems(config_of(urls))
+    assert "sentinel" not in str(problem)
+    assert len(problem.hint) < 200
 
 
 def test_problems_hide_passwords_and_stay_short():

@@ -27,6 +27,7 @@ from django_fencedlock.test.processes import wait_until
 from tests.backends import ZOOKEEPER
 from tests.scripts import environment, run_python
 from tests.servers import Authority
+from tests.servers.process import free_port
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.threads import at_once, beside
 
@@ -118,7 +119,7 @@ def test_a_location_has_hosts_and_a_path(location):
 @pytest.mark.parametrize(
     ("location", "found"),
     [
-        ("", "bad hostname"),
+        ("", "it is empty"),
         ("zk1:port", "port"),
         ("zk1,,zk2", "bad hostname"),
         ("zk1/path,zk2", "a path comes last"),
@@ -137,6 +138,7 @@ def test_a_wrong_location_is_a_problem(location, found):
     ("options", "expected", "found"),
     [
         ({"USERNAME": "ada"}, "E008", "USERNAME or PASSWORD alone"),
+        ({"USERNAME": "ada", "PASSWORD": 1234}, "E008", "['PASSWORD'] isn't a str"),
         ({"CA": "/missing.pem"}, "E008", "can't be used"),
         ({"USER": "ada"}, "E008", "unknown key"),
         ({"TIMEOUT": 0}, "E003", "TIMEOUT"),
@@ -690,3 +692,21 @@ def test_a_network_that_loses_and_delays_answers_breaks_nothing(
         proxy.delay()
 
     run_workers(f"{proxy.host}:{proxy.port}/lossy", log, 4, 100, disturb)
+
+
+def test_a_wrong_mechanism_is_a_problem(monkeypatch):
+    # As if pure-sasl were there.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    options = {"SASL": "digest", "USERNAME": "ada", "PASSWORD": "secret"}
+    (problem,) = ZooKeeperBackend.problems(config_of("zk1", **options))
+    assert problem.id == "E008"
+    assert "DIGEST-MD5" in problem.hint
+
+
+def test_without_a_server_each_reason_is_logged_once(closing, caplog):
+    config = config_of(f"127.0.0.1:{free_port()}", TIMEOUT=1)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable, match="Connection refused"):
+            closing(ZooKeeperBackend(config)).holders(["x"])
+    reasons = [each.getMessage() for each in caplog.records if "refused" in each.getMessage()]
+    assert len(reasons) <= 1

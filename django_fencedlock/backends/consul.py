@@ -11,7 +11,15 @@ from urllib.parse import quote
 
 from ..conf import AliasConfig, Problem, seconds
 from ..problems import ok
-from .http import TLS_OPTIONS, Answer, HttpNodes, NodesFailed, credentials, location_problems
+from .http import (
+    TLS_OPTIONS,
+    Answer,
+    Hidden,
+    HttpNodes,
+    NodesFailed,
+    credentials,
+    location_problems,
+)
 from .interface import Claim, Held
 from .places import Place, SessionGone, Watch, describe_claim, read_entry
 from .queued import QueuedBackend
@@ -62,7 +70,7 @@ class ConsulBackend(QueuedBackend):
         self.shortest = _session_ttl_min(config)
         self._nodes = HttpNodes(config, PORT)
         if token := config.options.get("TOKEN"):
-            self._nodes.headers["X-Consul-Token"] = _Hidden(token)
+            self._nodes.headers["X-Consul-Token"] = Hidden(token)
         self._prefix = f"{config.key_prefix}fencedlock/"
         #: Owners that have a connection to wait on.
         self._watching: set[str] = set()
@@ -79,12 +87,12 @@ class ConsulBackend(QueuedBackend):
 
     def open(self, ttl: float) -> str:
         node = {"Node": NODE, "Address": "127.0.0.1"}
-        _checked(self._nodes.ask("PUT", "/v1/catalog/register", node))
+        _checked(self._nodes.ask("PUT", "/v1/catalog/register", node), kind=bool)
         # By default Consul ends it by the node's health, and keeps its locks for another 15 s.
         wanted = {"Node": NODE, "NodeChecks": [], "LockDelay": "0s", "Behavior": "delete"}
         # A repeated request opens a second one, which ends unused.
         answer = self._nodes.ask("PUT", "/v1/session/create", {**wanted, "TTL": f"{ttl:g}s"})
-        return str(_checked(answer).body["ID"])
+        return str(_checked(answer, kind=dict).body["ID"])
 
     def keep(self, session: str) -> bool:
         answer = self._nodes.ask("PUT", f"/v1/session/renew/{session}")
@@ -179,7 +187,7 @@ class ConsulBackend(QueuedBackend):
     def _ask(self, wanted: Operations, query: str = "", allowed: int = 200) -> Answer:
         """Run operations in one transaction."""
         body = [{"KV": each} for each in wanted]
-        return _checked(self._nodes.ask("PUT", f"/v1/txn{query}", body), allowed)
+        return _checked(self._nodes.ask("PUT", f"/v1/txn{query}", body), allowed, dict)
 
     # Problems
 
@@ -211,7 +219,8 @@ class ConsulBackend(QueuedBackend):
             leader = _checked(self._nodes.ask("GET", "/v1/status/leader")).body
             about = self._nodes.ask("GET", "/v1/agent/self")
             # A token for locks alone may not ask for the version.
-            version = about.body["Config"]["Version"] if about.status == 200 else "unknown"
+            known = about.body if isinstance(about.body, dict) else {}
+            version = known.get("Config", {}).get("Version", "unknown")
             yield ok(f"{where} has version {version} and the leader {leader or 'unknown'}.")
             self._try_all()
             yield ok(f"{where} opens sessions and writes keys below {self._prefix!r}.")
@@ -231,13 +240,6 @@ class ConsulBackend(QueuedBackend):
             self._ask([lock, {"Verb": "delete", "Key": lock["Key"]}])
         finally:
             self.end(session)
-
-
-class _Hidden(str):
-    """A secret: reports of errors show local variables."""
-
-    def __repr__(self) -> str:
-        return "'***'"
 
 
 class _Entry(NamedTuple):
@@ -292,9 +294,12 @@ def _message(answer: Answer) -> str:
     return "; ".join(each["What"] for each in errors) if errors else str(answer.body)
 
 
-def _checked(answer: Answer, allowed: int = 200) -> Answer:
+def _checked(answer: Answer, allowed: int = 200, kind: type = object) -> Answer:
     if answer.status not in (200, allowed):
         raise _refused(answer)
+    if not isinstance(answer.body, kind):
+        # A web server, or a proxy's page.
+        raise NodesFailed(f"it doesn't answer as Consul does: {str(answer.body)[:60]!r}")
     return answer
 
 

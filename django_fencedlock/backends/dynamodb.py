@@ -51,6 +51,7 @@ REMEDIES = {
     "AccessDenied": "Allow dynamodb:UpdateItem, BatchGetItem, PartiQLUpdate and DescribeTable.",
     "Credentials": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use an IAM role.",
     "dClient|Signature|Token": "Correct the credentials that boto3 finds, or the system's clock.",
+    "Endpoint|Connect|Timeout|SSL": "Look at OPTIONS['REGION'], OPTIONS['ENDPOINT'], the network.",
     "Thrott|Throughput|RequestLimit": "Use the on-demand mode, or raise the table's capacity.",
 }
 
@@ -193,9 +194,8 @@ class DynamoDBBackend(CellBackend):
         limits = {"connect_timeout": limit, "read_timeout": limit, "max_pool_connections": 50}
         retries = {"total_max_attempts": tries, "mode": "standard"}
         config = Config(**limits, retries=retries, parameter_validation=False)
-        session = Session(region_name=self.config.options.get("REGION"))
-        endpoint = self.config.options.get("ENDPOINT")
-        return session.client("dynamodb", endpoint_url=endpoint, config=config)
+        region, endpoint = map(self.config.options.get, ("REGION", "ENDPOINT"))
+        return Session(region_name=region).client("dynamodb", endpoint_url=endpoint, config=config)
 
     def _now(self) -> tuple[float, float]:
         """Return the earliest and the latest time at the service. Any answer tells them."""
@@ -241,7 +241,7 @@ class DynamoDBBackend(CellBackend):
         except BotoCoreError as exc:
             yield Problem("E008", f"boto3 can't read its settings: {exc}", "Correct AWS_PROFILE.")
             return
-        if not re.fullmatch("[a-z0-9-]+", str(region or "")):
+        if not isinstance(region, str) or not re.fullmatch("[a-z0-9-]+", region):
             what = f"{where}['REGION'] is {shown(region)}."
             yield Problem("E008", what, "Set it, or AWS_DEFAULT_REGION, such as to 'eu-central-1'.")
 

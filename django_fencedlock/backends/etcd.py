@@ -26,6 +26,12 @@ LOOKED_UP = 100
 LARGE = 0.8 * 2 * 1024**3
 #: What ends an alarm because of it.
 NO_SPACE = "Compact and defragment etcd, then disarm the alarm"
+#: What to do about a refused request, by a part of its message.
+REMEDIES = {
+    "user name is empty": "LOCATION needs a user: 'https://user:password@host:2379'",
+    "invalid user ID or password": "Correct the user and password in LOCATION",
+    "permission denied": "Grant the user's role readwrite for the keys of KEY_PREFIX",
+}
 #: Revisions after which etcd's history should have been compacted once.
 MANY = 100_000
 
@@ -41,7 +47,7 @@ class EtcdBackend(QueuedBackend):
     label = "etcd"
     errors = (NodesFailed,)
     option_names = frozenset({"TIMEOUT", *TLS_OPTIONS})
-    shortest = 2.0
+    shortest, longest = 2.0, 9e9
 
     def __init__(self, config: AliasConfig) -> None:
         super().__init__(config)
@@ -228,9 +234,11 @@ class EtcdBackend(QueuedBackend):
         where = f"The etcd of {self.config.where()}"
         status = self._ask("maintenance/status", {})
         yield ok(f"{where} is etcd {status.get('version', 'of an unknown version')}.")
-        if errors := status.get("errors"):
+        # Without a leader, the request below fails.
+        if errors := [each for each in status.get("errors", ()) if "no leader" not in each]:
             what = f"{where} reports {', '.join(errors)}."
-            yield Problem("W050", what, f"{NO_SPACE}.")
+            remedy = NO_SPACE if "NOSPACE" in what else "Look at its log, and etcdctl alarm list"
+            yield Problem("W050", what, f"{remedy}.")
         if (size := int(status.get("dbSize", 0))) > LARGE:
             what = f"{where} has {size / 2**20:.0f} MiB; at 2048 by default, it refuses all writes."
             yield Problem("W050", what, "Compact and defragment it, or raise quota-backend-bytes.")
@@ -278,4 +286,5 @@ def _message(answer: Answer) -> str:
 def _refused(answer: Answer) -> NodesFailed:
     if answer.status == 404:
         return NodesFailed("it has no JSON gateway: etcd 3.4 or newer, and enable-grpc-gateway")
-    return NodesFailed(f"{_message(answer)} (status {answer.status})")
+    what = f"{_message(answer)} (status {answer.status})"
+    return NodesFailed(". ".join([what, *(REMEDIES[each] for each in REMEDIES if each in what)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import select
 import ssl
 import time
@@ -25,12 +26,25 @@ MAX_IDLE = 10
 PAUSES = 0.05, 0.3
 #: The options of TLS: the files of the authorities, and of the client's certificate and key.
 TLS_OPTIONS = frozenset({"CA", "CERT", "KEY"})
+#: What to do about a failure, by a part of its text.
+REMEDIES = {
+    "unable to get|self.signed": "Set OPTIONS['CA'] to the PEM file of its authority",
+    "certificate required|bad certificate": "Set OPTIONS['CERT'] and ['KEY']",
+    "timed out": "Check that a majority of the nodes runs",
+}
 
 Errors = (OSError, http.client.HTTPException)
 
 
 class NodesFailed(OSError):
     """No node answered in time, or each answered that it can't serve now."""
+
+
+class Hidden(str):
+    """A secret: reports of errors show local variables."""
+
+    def __repr__(self) -> str:
+        return "'***'"
 
 
 class Node(NamedTuple):
@@ -227,19 +241,25 @@ def _parsed(text: bytes) -> Any:
 
 
 def _describe(failure: Exception, node: Node) -> str:
-    what = str(failure) or type(failure).__name__
-    if node.tls and isinstance(failure, ssl.SSLError | ConnectionError) and "CERT" not in what:
-        return f"{what}. If it has no TLS, write http://"
+    what = re.sub(r"\[SSL: \w+\] | \(_ssl\.c:\d+\)", "", str(failure)) or type(failure).__name__
+    remedies = [remedy for part, remedy in REMEDIES.items() if re.search(part, what)]
+    if (
+        node.tls
+        and isinstance(failure, ssl.SSLError | ConnectionError)
+        and "certificate" not in what
+    ):
+        remedies = ["If it has no TLS, write http://. If it asks for a certificate, set CERT"]
     if not node.tls and isinstance(failure, http.client.RemoteDisconnected | ConnectionResetError):
-        return f"{what}. If it has TLS, write https://"
-    return what
+        remedies = ["If it has TLS, write https://"]
+    return ". ".join([what, *remedies])
 
 
 def _shortened(text: bytes) -> str:
     body = _parsed(text)
     if isinstance(body, dict):
         body = body.get("message") or body.get("error") or body
-    return str(body)[:200].strip()
+    # A proxy's page may be long.
+    return " ".join(str(body).split())[:120]
 
 
 def read_nodes(locations: list[str], port: int) -> list[Node]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from ..conf import AliasConfig
+from ..conf import AliasConfig, Problem
 from ..core.runtime import allocate_lock, clock
 from ..exceptions import BackendUnavailable
 from .doubts import Doubts
@@ -124,6 +124,13 @@ class QueuedBackend(Backend):
     @abstractmethod
     def forget(self) -> None:
         """Drop inherited connections in a child process, without closing them."""
+
+    @classmethod
+    def problems(cls, config: AliasConfig) -> Iterator[Problem]:
+        yield from super().problems(config)
+        if config.ttl > cls.longest:
+            what = f"{config.where('TTL')} is {config.ttl:g}: sessions of {cls.label} have at most"
+            yield Problem("E003", f"{what} {cls.longest:g} s.", "Use a shorter one.")
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
         if claim.ttl > self.longest:

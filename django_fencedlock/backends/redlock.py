@@ -19,7 +19,7 @@ from ..problems import ok
 from .cell import CellBackend
 from .interface import Claim, Grant, Granted, Held, Renewal
 from .redis.backend import node_problems
-from .redis.client import RedisError, fault_of_url, url_problems
+from .redis.client import NODE_FORMS, RedisError, fault_of_url, server_of, url_problems
 from .redis.connections import AT_ONCE
 from .redis.nodes import Node, Nodes, NoMajority
 
@@ -205,11 +205,11 @@ class RedlockBackend(CellBackend):
         yield from super().problems(config)
         where, urls = config.where("LOCATION"), config.locations
         for url in urls:
-            yield from url_problems(config, url)
+            yield from url_problems(config, url, NODE_FORMS)
             if not fault_of_url(url) and "sentinel" in urlsplit(url).scheme:
                 remedy = "List the servers themselves: a failover can lose locks."
                 yield Problem("E007", f"{where} has a URL of Sentinels.", remedy)
-        count, distinct = len(urls), len(set(urls))
+        count, distinct = len(urls), len(set(map(server_of, urls)))
         if distinct < count or count < 3:
             what = f"{where} lists {distinct} different nodes in {count} URLs."
             remedy = "List 3 or 5 independent Redis servers: a majority of them has to answer."

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from kazoo import exceptions
 from kazoo.client import KazooClient
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two tries of a request whose connection broke.
 PAUSE = 0.02
+#: Seconds in which a warning is logged once.
+QUIET = 10.0
 #: Requests that are sent at once. Under gevent, the socket that wakes kazoo doesn't take many more.
 BATCH = 100
 
@@ -37,7 +39,11 @@ _Missing = exceptions.NoNodeError, exceptions.NodeExistsError
 _Refused = NoAuthError, AuthFailedError, SessionClosedRequireSaslError
 _HINTS = {
     "(?i)auth|sasl": "check USERNAME, PASSWORD and SASL",
-    "(?i)broken|reset": "the server has no quorum, or this host maxClientCnxns (60) connections",
+    "(?i)broken|reset": "the server has no quorum, or this host maxClientCnxns (60) connections, "
+    "or the port needs TLS",
+    "VERIFY_FAILED": "check CA",
+    "(?i)alert.*certificate": "set CERT and KEY",
+    "SSL.*(EOF|VERSION)": "if the port has no TLS, leave out CA, CERT and KEY",
 }
 
 
@@ -68,12 +74,21 @@ def wait_for(event: Any, seconds: float) -> bool:
 class _Log(logging.LoggerAdapter[logging.Logger]):
     """kazoo's log: only there does it say why it can't connect."""
 
-    last = "kazoo gave no reason"
+    last = "the server stays silent"
+    #: By message: when it may be logged again.
+    _quiet: ClassVar[dict[str, float]] = {}
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        text, now = str(msg) % args, clock()
         # Two warnings follow the reason, and tell nothing.
-        if level >= logging.WARNING and not str(msg).startswith(("Transition", "Failed")):
-            self.last = repr(sys.exception()) if kwargs.get("exc_info") else str(msg) % args
+        if level >= logging.WARNING and not text.startswith(("Transition", "Failed")):
+            self.last = repr(sys.exception()) if kwargs.get("exc_info") else text
+        # Without a server, kazoo logs each of its tries: ten lines per second.
+        if level >= logging.WARNING:
+            if now < self._quiet.get(text, 0.0):
+                return
+            later = {each: until for each, until in self._quiet.items() if now < until}
+            type(self)._quiet = {**later, text: now + QUIET}
         # At DEBUG, kazoo logs the password.
         if level > logging.DEBUG:
             super().log(level, msg, *args, **kwargs)
@@ -202,7 +217,7 @@ class KazooSession:
         atexit.unregister(self._handler.stop)
 
     def no_answer(self) -> RequestFailed:
-        why = self._log.last
+        why = re.sub(r"socket connection error: | \(_ssl\.c:\d+\)", "", self._log.last)
         why += "".join(f"; {hint}" for each, hint in _HINTS.items() if re.search(each, why))
         return RequestFailed(f"no answer within {self._timeout:g} s: {why}")
 

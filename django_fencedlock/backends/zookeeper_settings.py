@@ -18,12 +18,15 @@ from .http import TLS_OPTIONS, tls_context
 
 FORM = "Write it as 'zk1:2181,zk2:2181/path', or as a list of hosts, the last one with the path."
 USER_OPTIONS = "USERNAME", "PASSWORD", "SASL"
+MECHANISMS = "DIGEST-MD5", "GSSAPI"
 #: The part of maxClientCnxns that the connections of one address may use.
 MANY = 0.8
 
 
 def read_location(config: AliasConfig) -> tuple[list[tuple[str, int]], str]:
     """Return hosts and path of LOCATION. ValueError says what is wrong with it."""
+    if not config.locations:
+        raise ValueError("it is empty")
     if "://" in config.location or "@" in config.location:
         raise ValueError("it is a URL, or has a user; OPTIONS has USERNAME and PASSWORD")
     client = KazooClient(config.location)
@@ -67,6 +70,12 @@ def settings_problems(config: AliasConfig) -> Iterator[Problem]:
         yield Problem("E008", what, "Name PEM files that this process can read.")
     if ("USERNAME" in options) != ("PASSWORD" in options):
         yield Problem("E008", f"{where} has USERNAME or PASSWORD alone.", "Set both, or none.")
+    for key in (key for key in USER_OPTIONS if not isinstance(options.get(key, ""), str)):
+        # The value may be a password.
+        yield Problem("E008", f"{where}[{key!r}] isn't a str.", "Write it in quotes.")
+    if options.get("SASL", MECHANISMS[0]) not in MECHANISMS:
+        what = f"{where}['SASL'] is {shown(options['SASL'])}."
+        yield Problem("E008", what, f"Use {MECHANISMS[0]!r} or {MECHANISMS[1]!r}.")
     if "SASL" in options and not importlib.util.find_spec("puresasl"):
         yield Problem("E005", f"{where}['SASL'] needs pure-sasl.", "Run: pip install pure-sasl")
 

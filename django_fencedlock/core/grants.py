@@ -74,6 +74,8 @@ class Grants:
         self._clock = clock
         #: Whether a name is free at another alias, of this label and fence database.
         self._is_free = is_free
+        #: Whether the service is known to be behind, and stays so: it takes no suggestions.
+        self._stays_behind = False
 
     def acquire(
         self,
@@ -210,7 +212,11 @@ class Grants:
         """Tell the service which tokens were used: it has `forgot` them, or a fence was raised."""
         alias = self.backend.config.alias
         if forgot:
-            logger.warning(
+            # Else each grant would be a warning, for millions of grants after a change of services.
+            level = logging.DEBUG if self._stays_behind else logging.WARNING
+            self._stays_behind = type(self.backend).suggest is Backend.suggest
+            logger.log(
+                level,
                 "The service of alias %r was behind the tokens of lock %r, which go on from %d",
                 alias,
                 name,

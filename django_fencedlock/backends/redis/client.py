@@ -37,6 +37,11 @@ _FORMS = (
     "service_name/0 (with TLS: rediss+sentinel://...). In user and password, quote every character "
     'but letters and digits: urllib.parse.quote(password, safe="").'
 )
+#: The forms for one of several independent servers.
+NODE_FORMS = (
+    "Write it as 'redis://user:password@host:6379/0', 'rediss://...' with TLS, or "
+    "'unix:///path/to/socket'. Quote the password: urllib.parse.quote(password, safe='')."
+)
 _NO_DJANGO_REDIS = "a cache of django-redis, which isn't installed"
 _INSTALL = "Run: pip install 'django-fencedlock[django-redis]'"
 _SOURCES = (
@@ -152,12 +157,12 @@ def settings_problems(config: AliasConfig) -> Iterator[Problem]:
             yield Problem("E008", what, _SOURCES)
 
 
-def url_problems(config: AliasConfig, url: str) -> Iterator[Problem]:
+def url_problems(config: AliasConfig, url: str, forms: str = _FORMS) -> Iterator[Problem]:
     if fault_of_url(url):
         url = without_secrets(url)
         # The fault of the URL as shown: that of the real one may quote a part of the password.
         why = fault_of_url(url) or f"a character in {HIDDEN} must be quoted"
-        yield Problem("E007", f"{config.where('LOCATION')} is {url!r}: {why}.", _FORMS)
+        yield Problem("E007", f"{config.where('LOCATION')} is {url!r}: {why}.", forms)
 
 
 def fault_of_url(url: str) -> str:
@@ -171,6 +176,14 @@ def fault_of_url(url: str) -> str:
     except (TypeError, ValueError) as exc:
         return str(exc).removesuffix(".")
     return ""
+
+
+def server_of(url: str) -> str:
+    """Return what two URLs of one server have in common: user and database may differ."""
+    parts = urlsplit(url)
+    if fault_of_url(url) or parts.scheme == "unix":
+        return parts.path or url
+    return f"{parts.hostname}:{parts.port or 6379}"
 
 
 def _fault_of_cache(alias: object) -> str:

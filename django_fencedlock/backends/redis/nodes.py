@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import redis
-from redis.exceptions import ResponseError
+from redis.exceptions import AuthenticationError, ResponseError
 
 from ...core.runtime import clock
 from .client import Client, RedisError, pool_of_url
@@ -164,7 +164,10 @@ class Node:
         self.is_mute_until = clock() + MUTE
         # The driver repeats the address.
         cause = why.__context__ if isinstance(why, Exception) else None
-        self.fault = getattr(cause, "strerror", None) or str(why)
+        self.fault = getattr(cause, "strerror", None) or str(why).rstrip(".")
+        if isinstance(why, AuthenticationError):
+            # Redis answers with a manual of 180 characters, for each node.
+            self.fault = "the password in its URL is wrong or missing"
 
 
 class Nodes:
