@@ -12,7 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from django_fencedlock.backends import http
-from django_fencedlock.backends.http import HttpNodes, NodesFailed, credentials, location_problems
+from django_fencedlock.backends.http import HttpNodes, NodesFailed
+from django_fencedlock.backends.http_settings import credentials, location_problems
 from django_fencedlock.conf import AliasConfig
 from tests.scripts import run_python
 from tests.servers import Authority

@@ -11,15 +11,8 @@ from urllib.parse import quote
 
 from ..conf import AliasConfig, Problem, seconds
 from ..problems import ok
-from .http import (
-    TLS_OPTIONS,
-    Answer,
-    Hidden,
-    HttpNodes,
-    NodesFailed,
-    credentials,
-    location_problems,
-)
+from .http import Answer, Hidden, HttpNodes, NodesFailed
+from .http_settings import TLS_OPTIONS, credentials, location_problems
 from .interface import Claim, Held
 from .places import Place, SessionGone, Watch, describe_claim, read_entry
 from .queued import QueuedBackend

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..conf import AliasConfig, Problem
 from ..problems import ok
-from .http import TLS_OPTIONS, Answer, HttpNodes, NodesFailed, credentials, location_problems
+from .http import Answer, HttpNodes, NodesFailed
+from .http_settings import TLS_OPTIONS, credentials, location_problems
 from .interface import Claim, Held
 from .places import Place, SessionGone, Watch, describe_claim, read_entry
 from .queued import QueuedBackend

@@ -1,8 +1,9 @@
-"""What a service says about the places in a queue, and how a waiter watches one."""
+"""What a service says about sessions and places in a queue, and how a waiter watches one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .interface import Claim, Held
@@ -52,3 +53,24 @@ class Watch:
     def stop(self) -> None:
         self._is_over = True
         self._end()
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A session of this process with the service: all its locks of one ttl live in it."""
+
+    id: Any
+    ttl: float
+    #: The local clock, read before the request that renewed it last.
+    since: float
+    #: When it is to be renewed.
+    due: float
+    #: Owners of entries that nothing here owns, seen at the last beat.
+    strays: set[str] = field(default_factory=set)
+
+
+class Entry(NamedTuple):
+    """The handle of a grant."""
+
+    session: Session
+    number: int

@@ -7,15 +7,14 @@ import math
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ..conf import AliasConfig, Problem
 from ..core.runtime import allocate_lock, clock
 from ..exceptions import BackendUnavailable
 from .doubts import Doubts
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
-from .places import Place, SessionGone, Watch
+from .places import Entry, Place, Session, SessionGone, Watch
 
 #: A session is renewed so many times within its ttl.
 BEATS = 3
@@ -26,27 +25,6 @@ PATIENCE = 1.0
 #: Sessions that one acquire may open: each ended before its first use.
 SESSIONS = 3
 UNANSWERED = "a first request had no answer, and the repeated one found no entry"
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """A session of this process with the service: all its locks of one ttl live in it."""
-
-    id: Any
-    ttl: float
-    #: The local clock, read before the request that renewed it last.
-    since: float
-    #: When it is to be renewed.
-    due: float
-    #: Owners of entries that nothing here owns, seen at the last beat.
-    strays: set[str] = field(default_factory=set)
-
-
-class Entry(NamedTuple):
-    """The handle of a grant."""
-
-    session: Session
-    number: int
 
 
 class QueuedBackend(Backend):

@@ -22,7 +22,7 @@ except ImportError as exc:
 
 from ..conf import AliasConfig, Problem
 from ..core.runtime import clock
-from .http import TLS_OPTIONS
+from .http_settings import TLS_OPTIONS
 from .interface import Claim, Held
 from .places import Place, SessionGone, Watch, describe_claim, read_entry
 from .queued import QueuedBackend

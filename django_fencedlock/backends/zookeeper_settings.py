@@ -14,7 +14,7 @@ from kazoo.security import CREATOR_ALL_ACL
 
 from ..conf import AliasConfig, Problem, shown
 from ..problems import ok
-from .http import TLS_OPTIONS, tls_context
+from .http_settings import TLS_OPTIONS, tls_context
 
 FORM = "Write it as 'zk1:2181,zk2:2181/path', or as a list of hosts, the last one with the path."
 USER_OPTIONS = "USERNAME", "PASSWORD", "SASL"

@@ -193,14 +193,7 @@ class Nodes:
         """
         began = clock()
         needed = self.majority if needed is None else needed
-        asked = [node for node in self.all if node.is_mute_until <= began]
-        if sum(not node.is_mute_until for node in asked) < needed:
-            asked = self.all
-        for node in asked:
-            if node.is_mute_until:
-                # One request at a time finds out whether it is back, on a new connection.
-                node.is_mute_until = began + MUTE
-                node.close()
+        asked = self._choose(needed, began)
         # The rest is for the answers of those that can be reached.
         lines = self._connect(asked, needed, began, began + self._timeout / 2)
         silent = {node for node in self.all if undoes and node not in lines}
@@ -210,17 +203,9 @@ class Nodes:
         poll = select.poll()
         pending: dict[int, Node] = {}
         try:
-            packed = None
-            for node, line in list(lines.items()):
-                packed = packed or line.connection.pack_command(*command)
-                try:
-                    line.send(packed)
-                    if node not in silent:
-                        poll.register(line.number, select.POLLIN)
-                        pending[line.number] = node
-                except RedisError as exc:
-                    node.mute(exc)
-                    lines.pop(node).close()
+            for node in _send(command, lines).difference(silent):
+                poll.register(lines[node].number, select.POLLIN)
+                pending[lines[node].number] = node
             sent = clock()
             while pending:
                 left = end - clock()
@@ -253,6 +238,18 @@ class Nodes:
         for node, line in lines.items():
             node.put(line)
         return answers
+
+    def _choose(self, needed: int, began: float) -> Collection[Node]:
+        """Return the nodes to ask: without those that stay silent, if enough others are left."""
+        asked = [node for node in self.all if node.is_mute_until <= began]
+        if sum(not node.is_mute_until for node in asked) < needed:
+            asked = list(self.all)
+        for node in asked:
+            if node.is_mute_until:
+                # One request at a time finds out whether it is back, on a new connection.
+                node.is_mute_until = began + MUTE
+                node.close()
+        return asked
 
     def _connect(
         self, asked: Collection[Node], needed: int, began: float, end: float
@@ -295,6 +292,19 @@ class Nodes:
         why = "; ".join(f"{fault}: {', '.join(labels)}" for fault, labels in faults.items())
         of = f"{len(answers)} of {len(self.all)} nodes answered"
         return NoMajority(f"{of}, {self.majority} must agree. {why}")
+
+
+def _send(command: Collection[str], lines: dict[Node, Line]) -> set[Node]:
+    """Send a command on each line; remove those that fail, and return the nodes of the others."""
+    packed = None
+    for node, line in list(lines.items()):
+        packed = packed or line.connection.pack_command(*command)
+        try:
+            line.send(packed)
+        except RedisError as exc:
+            node.mute(exc)
+            lines.pop(node).close()
+    return set(lines)
 
 
 def _cut(end: float, began: float, come: int, missing: int, needed: int) -> float:
