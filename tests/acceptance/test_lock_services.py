@@ -6,24 +6,49 @@ import signal
 import uuid
 
 import pytest
+from django.test import override_settings
 
-from tests.backends import ETCD
+from django_fencedlock.backends.dynamodb import create_table
+from tests.backends import CONSUL, DYNAMODB, ETCD, REDLOCK, ZOOKEEPER
+from tests.servers import DynamoDB
 from tests.servers.process import wait_until
 from tests.workers.journal import now
 from tests.workers.looks import is_free, was_skipped
 from tests.workers.tasks import task
 
 ALIAS = "redis"
-#: The backend, and the fixture of the server.
-SERVICES = {"etcd": (ETCD, "shared_etcd")}
+
+
+def at_dynamodb(server):
+    options = {"REGION": server.region, "ENDPOINT": server.url}
+    return {"LOCATION": f"prefork-{uuid.uuid4().hex}", "OPTIONS": options}
+
+
+#: The backend, the fixture of the server, and where it is.
+SERVICES = {
+    "etcd": (ETCD, "shared_etcd", lambda server: {"LOCATION": server.url}),
+    "zookeeper": (ZOOKEEPER, "shared_zookeeper", lambda server: {"LOCATION": server.hosts}),
+    "consul": (
+        CONSUL,
+        "shared_consul",
+        lambda server: {"LOCATION": server.url, "OPTIONS": {"SESSION_TTL_MIN": 1}},
+    ),
+    "redlock": (REDLOCK, "shared_redlock", lambda nodes: {"LOCATION": [n.url for n in nodes]}),
+    "dynamodb": (DYNAMODB, "shared_dynamodb", at_dynamodb),
+}
 
 
 @pytest.fixture(params=SERVICES)
-def locks(request, locks):
-    backend, server = SERVICES[request.param]
-    location = request.getfixturevalue(server).url
+def locks(request, locks, monkeypatch):
+    backend, server, place = SERVICES[request.param]
     prefix = {"FENCE_DATABASE": "postgres", "KEY_PREFIX": f"{uuid.uuid4().hex}/"}
-    return {**locks, ALIAS: {"BACKEND": backend, "LOCATION": location, **prefix}}
+    entry = {"BACKEND": backend, **prefix, **place(request.getfixturevalue(server))}
+    if backend == DYNAMODB:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", DynamoDB.access_key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", DynamoDB.secret_key)
+        with override_settings(FENCEDLOCK={"default": entry}):
+            create_table()
+    return {**locks, ALIAS: entry}
 
 
 @pytest.fixture
