@@ -438,7 +438,7 @@ class TestAnswers:
 
     def test_https_to_a_server_without_tls(self, shared_consul, connect, name):
         backend = connect(shared_consul.url.replace("http", "https"), TIMEOUT=0.5)
-        with pytest.raises(BackendUnavailable, match="SSL"):
+        with pytest.raises(BackendUnavailable, match="If it has no TLS, write http://"):
             backend.acquire(claim(name), Wait())
 
 

@@ -320,6 +320,7 @@ class TestOutageOfEtcd(TestOutageOfRedis):
         return request.getfixturevalue("make_etcd")()
 
 
+@real("default", "postgres")
 class TestOutageOfZooKeeper(Private):
     backend = ZOOKEEPER
 
