@@ -15,9 +15,15 @@ from pathlib import Path
 import django_fencedlock
 
 #: What only an extra brings. Nothing may need it on import.
-EXTRAS = ("redis", "psycopg", "MySQLdb", "prometheus_client", "pytest", "gevent")
+EXTRAS = (
+    *("redis", "psycopg", "MySQLdb", "kazoo", "boto3"),
+    *("prometheus_client", "pytest", "gevent"),
+)
 #: Modules that say themselves what they need.
-NEED_AN_EXTRA = ("contrib", "libpq", "redis", "postgres", "test")
+NEED_AN_EXTRA = (
+    *("redis", "redlock", "postgres", "zookeeper", "dynamodb"),
+    *("contrib", "test"),
+)
 
 SETTINGS = """
 from django.conf import settings
