@@ -15,7 +15,7 @@ import pytest
 from django_fencedlock import conf
 from example_project import environment as example_environment
 from example_project import servers
-from example_project.demo import DemoFailed, show
+from example_project.demo import DemoFailed, show, stage
 from tests.scripts import ROOT, run_python
 from tests.servers import Etcd, shared
 from tests.servers.process import wait_until
@@ -262,6 +262,17 @@ def _simulates(url: str, backend: str) -> int:
 
     wait_until(holders, "A to have the lock")
     return holders()[0]
+
+
+def test_the_demo_passes_over_a_process_that_ended_as_it_sent_an_event() -> None:
+    with closing(stage.Stage()) as heard:
+        for sent in (b"", b'{"event": "in'):
+            with stage._line() as line:
+                line.sendall(sent)
+        stage.tell("inside")
+        told = heard.hear(30.0)
+    assert told is not None
+    assert told.event == "inside"
 
 
 @needs_pauses

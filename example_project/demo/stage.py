@@ -92,7 +92,12 @@ class Stage:
                 # One connection at a time, to keep the order of the events.
                 line, _ = self._socket.accept()
                 with line.makefile("rb") as file:
-                    facts = json.loads(file.readline())
+                    sent = file.readline()
+                if not sent.endswith(b"\n"):
+                    # The process was ended before it had sent its event.
+                    line.close()
+                    continue
+                facts = json.loads(sent)
                 told = Told(facts.pop("event"), facts.pop("pid"), facts, line)
                 if told.event != _ASKS:
                     # Only a question gets an answer.
