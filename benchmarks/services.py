@@ -117,8 +117,7 @@ def _claim(name: str) -> Any:
 
 
 def _take(backend: Any, name: str, seconds: float = 0.0) -> Any:
-    from django_fencedlock.backends.interface import Granted, Wait
-    from django_fencedlock.core.grants import grant_of
+    from django_fencedlock.backends.interface import Granted, Wait, grant_of
 
     claim = _claim(name)
     answer = backend.acquire(claim, Wait(seconds))

@@ -17,8 +17,18 @@ import pytest
 
 from django_fencedlock import conf
 from django_fencedlock.backends.database import DatabaseBackend
-from django_fencedlock.backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
+from django_fencedlock.backends.interface import (
+    Backend,
+    Claim,
+    Grant,
+    Granted,
+    Held,
+    Renewal,
+    Wait,
+)
+from django_fencedlock.backends.interface import grant_of as grant
 from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.names import permit_name
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.test.processes import wait_until
@@ -258,15 +268,21 @@ class BackendInterface:
     # Several locks
 
     def test_all_locks_or_none(self, backend, other, name):
-        claims = [claim(f"{name}:{number}") for number in (2, 1, 3)]
+        claims = [claim(f"{name}:{number}") for number in (1, 2, 3)]
         held = take(other, claim(f"{name}:2"))
-        refused = backend.acquire_all(claims, Wait())
-        assert isinstance(refused, Held)
+        refused = backend.acquire_all(claims)
+        assert isinstance(refused, dict)
+        assert refused[held.name].owner in (held.owner, "")
         assert set(other.holders([each.name for each in claims])) == {held.name}
         other.release(held)
-        claims.append(claims[0])
-        granted = backend.acquire_all(claims, Wait())
-        assert all(map(backend.verify, map(grant, claims, granted)))
+        granted = backend.acquire_all(claims)
+        grants = [grant(*each) for each in zip(claims, granted, strict=True)]
+        assert all(map(backend.verify, grants))
+        # A claim that is sent twice gets the same grants.
+        again = backend.acquire_all(claims)
+        assert [each.token for each in again] == [each.token for each in granted]
+        assert backend.release_all([*grants, grants[0]]) == [True, True, True, False]
+        assert other.holders([each.name for each in claims]) == {}
 
     def test_a_failed_release_leaves_no_other_lock(self, backend, other, name, monkeypatch):
         def release(given):
@@ -279,14 +295,24 @@ class BackendInterface:
         take(other, claim(f"{name}:3"))
         claims = [claim(f"{name}:{number}") for number in (1, 2, 3)]
         with pytest.raises(BackendUnavailable, match="away"):
-            backend.acquire_all(claims, Wait())
+            backend.acquire_all(claims)
         assert f"{name}:2" not in other.holders([each.name for each in claims])
 
     def test_any_lock(self, backend, other, name):
-        claims = [claim(f"{name}:{number}") for number in (1, 2)]
-        take(other, claim(f"{name}:1"))
+        if not backend.supports_any:
+            pytest.skip("the core tries the locks one by one")
+        names = [permit_name(name, number) for number in (1, 2)]
+        claims = [each._replace(permits=2) for each in map(claim, names)]
+        claims = [each._replace(owner=claims[0].owner) for each in claims]
+        held = take(other, claim(names[0]))
         sent, granted = backend.acquire_any(claims, Wait())
-        assert (sent, isinstance(granted, Granted)) == (claims[1], True)
+        assert sent == claims[1]
+        assert backend.acquire_any(claims, Wait()) == (sent, granted)
+        last = [claim(each)._replace(owner="of another process") for each in names]
+        assert isinstance(other.acquire_any(last, Wait()), Held)
+        assert backend.verify(grant(sent, granted))
+        other.release(held)
+        assert other.acquire_any(last, Wait())[0] == last[0]
 
     def test_a_closed_backend_may_be_used_again(self, backend, name):
         taken = take(backend, claim(name))
@@ -349,11 +375,6 @@ def waits_in_the_service(backend: Backend) -> None:
 def claim(name: str, *, ttl: float = 30.0, fenced: bool = True) -> Claim:
     owner = new_owner()
     return Claim(name, owner.id, ttl, owner.identity, fenced)
-
-
-def grant(sent: Claim, granted: Granted) -> Grant:
-    facts = {"fenced": sent.fenced, "identity": sent.identity, "handle": granted.handle}
-    return Grant(sent.name, sent.owner, sent.ttl, granted.token, **facts)
 
 
 def take(backend: Backend, sent: Claim) -> Grant:

@@ -9,10 +9,10 @@ from django.db import OperationalError
 from django.db.models import F
 
 from django_fencedlock import conf, lock
-from django_fencedlock.backends.interface import Backend, Granted, Held, Renewal, Wait
+from django_fencedlock.backends.interface import Backend, Granted, Held, Renewal, Wait, grant_of
 from django_fencedlock.core import grants as grants_module
 from django_fencedlock.core import manager
-from django_fencedlock.core.grants import grant_of, new_claim
+from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.manager import Service
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, LockNotAcquired

@@ -9,8 +9,8 @@ from django.db import connections
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, StaleFence, force_release, lock
-from django_fencedlock.backends.interface import Grant, Held, Wait
-from django_fencedlock.core.grants import grant_of, new_claim
+from django_fencedlock.backends.interface import Grant, Held, Wait, grant_of
+from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock

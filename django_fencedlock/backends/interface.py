@@ -29,6 +29,8 @@ class Claim(NamedTuple):
     fenced: bool = True
     #: Only if the backend's `supports_shared`.
     shared: bool = False
+    #: Of a permit: how many its name has, by `limit=`. The registry shows it.
+    permits: int | None = None
 
 
 class Granted(NamedTuple):
@@ -77,6 +79,22 @@ class Grant(NamedTuple):
     identity: str = ""
     #: `Granted.handle`; None for another process's grant (eviction, forced release).
     handle: Any = None
+    permits: int | None = None
+
+
+def grant_of(claim: Claim, granted: Granted | None = None) -> Grant:
+    """Return the grant of a claim, as a backend is asked about it."""
+    return Grant(
+        claim.name,
+        claim.owner,
+        claim.ttl,
+        token=granted.token if granted and claim.fenced else None,
+        fenced=claim.fenced,
+        shared=claim.shared,
+        identity=claim.identity,
+        handle=granted.handle if granted else None,
+        permits=claim.permits,
+    )
 
 
 class Renewal(enum.Enum):
@@ -149,6 +167,8 @@ class Backend(ABC):
     supports_ttl: ClassVar[bool] = True
     #: Shared (read) locks.
     supports_shared: ClassVar[bool] = False
+    #: acquire_any() takes one of several locks in one request. Otherwise the core tries them.
+    supports_any: ClassVar[bool] = False
     #: acquire() records the grant in the fence table in the same statement.
     records_grants: bool = False
     #: acquire() writes registry rows of unfenced locks as well.
@@ -199,29 +219,36 @@ class Backend(ABC):
     def suggest(self, name: str, floor: int) -> None:
         """Propose only tokens above `floor`. A hint: services without a counter ignore it."""
 
-    def acquire_all(self, claims: Sequence[Claim], wait: Wait) -> list[Granted] | Held:
-        """Take all locks or none, in the order of their names; answers in the order of claims."""
-        granted: dict[Claim, Granted] = {}
+    def acquire_all(self, claims: Sequence[Claim]) -> list[Granted] | dict[str, Held]:
+        """
+        Take all locks or none, without waiting; answers in the order of the claims.
+
+        If one is held, return who holds each lock that was refused, by name. The claims have
+        different names, sorted by their bytes, and one ttl. If it raises, the core releases each.
+        """
+        granted: list[Granted] = []
         with contextlib.ExitStack() as undo:
-            for claim in sorted(claims, key=lambda claim: claim.name.encode()):
-                answer = self.acquire(claim, wait)
+            for claim in claims:
+                answer = self.acquire(claim, Wait())
                 if isinstance(answer, Held):
-                    return answer
-                granted[claim] = answer
-                grant = Grant(claim.name, claim.owner, fenced=claim.fenced, shared=claim.shared)
-                undo.callback(self.release, grant)
+                    return {claim.name: answer}
+                granted.append(answer)
+                undo.callback(self.release, grant_of(claim, answer))
             undo.pop_all()
-        return [granted[claim] for claim in claims]
+        return granted
+
+    def release_all(self, grants: Sequence[Grant]) -> list[bool]:
+        """Release many locks of this process, in one batch if the service has one."""
+        return [self.release(grant) for grant in grants]
 
     def acquire_any(self, claims: Sequence[Claim], wait: Wait) -> tuple[Claim, Granted] | Held:
-        """Take one of several locks: the first that is free."""
-        held = Held()
-        for claim in claims:
-            answer = self.acquire(claim, Wait())
-            if isinstance(answer, Granted):
-                return claim, answer
-            held = answer
-        return held
+        """
+        Take one of several locks, or queue for the first that is released.
+
+        Only called if the backend `supports_any`. The claims are the permits of one name. They
+        have the same owner: if it has one of them already, return that one.
+        """
+        raise NotImplementedError
 
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import logs
-from ..backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
+from ..backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait, grant_of
 from ..exceptions import (
     AliasConflict,
     BackendUnavailable,
@@ -371,20 +371,6 @@ def new_claim(name: str, ttl: float, fenced: bool = True, *, owner: Owner | None
     """Return a claim of the code that runs here, or of an owner that was made before."""
     owner = owner or new_owner()
     return Claim(name, owner.id, ttl, owner.identity, fenced)
-
-
-def grant_of(claim: Claim, granted: Granted | None = None) -> Grant:
-    """Return the grant of a claim, as a backend is asked about it."""
-    return Grant(
-        claim.name,
-        claim.owner,
-        claim.ttl,
-        token=granted.token if granted and claim.fenced else None,
-        fenced=claim.fenced,
-        shared=claim.shared,
-        identity=claim.identity,
-        handle=granted.handle if granted else None,
-    )
 
 
 def holder_of(held: Held, alias: str) -> Holder:

@@ -17,7 +17,7 @@ from django.core.signals import setting_changed
 from django.db import Error, connections
 
 from .. import conf, logs
-from ..backends.interface import Backend, Claim, Held, Renewal, Wait
+from ..backends.interface import Backend, Claim, Held, Renewal, Wait, grant_of
 from ..exceptions import (
     BackendUnavailable,
     FencedLockError,
@@ -37,7 +37,7 @@ from ..storage.fenced_atomic import pinned_atomic
 from ..storage.fences import Fences, told
 from . import aio, runtime
 from .events import Kind, emit, subscribe
-from .grants import Grants, grant_of, holder_of
+from .grants import Grants, holder_of
 from .identity import LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
 from .runtime import clock

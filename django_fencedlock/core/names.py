@@ -22,6 +22,11 @@ SHOWN = 6
 #: What to do if None is given for a row.
 NO_ID = "Save the object first, or check that the id isn't None."
 
+#: The largest `limit` of a lock.
+MAX_PERMITS = 1000
+#: The end of a permit's lock name. No other lock has a name that ends like this.
+_PERMIT = re.compile(r" \[permit ([1-9][0-9]{0,3})\]\Z")
+
 _PLAIN = (str, int, float, Decimal, UUID, date, datetime, time, timedelta, Enum, NoneType)
 
 
@@ -43,6 +48,17 @@ def validate(name: object) -> str:
     except UnicodeEncodeError as exc:
         raise ValueError(f"Lock name {name!r} isn't valid Unicode: {exc.reason}.") from exc
     return name
+
+
+def permit_name(name: str, number: int) -> str:
+    """Return the lock name of a permit of `name`; the first has the number 1."""
+    return f"{name} [permit {number}]"
+
+
+def read_permit(name: str) -> tuple[str, int] | None:
+    """Return the name and the number of a permit by its lock name; None for any other lock."""
+    found = _PERMIT.search(name)
+    return (name[: found.start()], int(found[1])) if found else None
 
 
 def format_value(value: Any, spec: str = "") -> str:
