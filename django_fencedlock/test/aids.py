@@ -170,7 +170,7 @@ def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator
         with contextlib.nullcontext() if let_wait else _fail_at_once(control, name):
             yield lease
     finally:
-        control.release(lease, other)
+        control.release([lease], other)
 
 
 @contextlib.contextmanager
