@@ -210,7 +210,8 @@ class Holding(OfHolder):
             lease_context.enter(lease)
 
     def _leave(self) -> None:
-        for lease in self._all():
+        # The innermost first: it is found sooner.
+        for lease in reversed(self._all()):
             lease_context.leave(lease)
 
     def _require_open(self) -> None:
