@@ -178,7 +178,6 @@ def acquire_set_interrupted(how, place):
         leases.release()
     # It was there before, and stays.
     assert (outer.entries, outer.to_release) == (1, 1)
-    assert not mine._entered
     outer.release()
     assert held_names() == ()
     connections.close_all()
