@@ -83,6 +83,41 @@ class DatabaseBackend(Backend):
             label=row.backend if foreign else "",
         )
 
+    def acquire_all(self, claims: Sequence[Claim]) -> list[Granted] | dict[str, Held]:
+        kinds = {(claim.identity, claim.ttl, claim.fenced, claim.shared) for claim in claims}
+        if len(kinds) > 1 or claims[0].shared:
+            return super().acquire_all(claims)
+        try:
+            return self._sessions.run(partial(self._claim_all, claims, clock()))
+        except Error as exc:
+            self._raise_unless_held(claims[0], exc)
+            return {claims[0].name: Held()}
+
+    def _claim_all(
+        self, claims: Sequence[Claim], since: float, connection: BaseDatabaseWrapper
+    ) -> list[Granted] | dict[str, Held]:
+        # As in _claim(): on SQLite, a refused set only reads.
+        if self._one_writer and (held := self._holders_of(claims, connection)):
+            return held
+        entries = [entry_of(claim, self.config.alias, self.label) for claim in claims]
+        tokens = self._ledger.claim_all(connection, entries)
+        if tokens is None:
+            # If none is held by now, the core waits for the first.
+            return self._holders_of(claims, connection) or {claims[0].name: Held()}
+        used = connections[self.config.fence_database] if self._one_writer else connection
+        return [Granted(token, since, used) for token in tokens]
+
+    def _holders_of(
+        self, claims: Sequence[Claim], connection: BaseDatabaseWrapper
+    ) -> dict[str, Held]:
+        """Return who holds each of the names that aren't free for the claims."""
+        rows = self._ledger.look_at(connection, [claim.name for claim in claims])
+        return {
+            claim.name: self._held(row)
+            for claim in claims
+            if (row := rows.get(claim.name)) and row.live and row.owner.id != claim.owner
+        }
+
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
         # No other thread sees what is recorded in a test's own transaction.
         lent = [grant.owner for grant in grants if grant.handle and is_of_test(grant.handle)]
@@ -118,6 +153,18 @@ class DatabaseBackend(Backend):
             return self._sessions.run(lambda used: self._ledger.clear(used, [grant])) == 1
         except Error as exc:
             raise self.unavailable("release", exc, grant.name) from exc
+
+    def release_all(self, grants: Sequence[Grant]) -> list[bool]:
+        try:
+            cleared = self._sessions.run(lambda used: self._ledger.clear_all(used, grants))
+        except Error as exc:
+            raise self.unavailable("release locks", exc) from exc
+        answers = []
+        for grant in grants:
+            answers.append(grant.owner in cleared)
+            # One that is there twice is released once.
+            cleared.discard(grant.owner)
+        return answers
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
         rows = self._look(names, LOOKING)

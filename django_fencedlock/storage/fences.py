@@ -17,8 +17,9 @@ from ..backends.interface import Grant
 from ..conf import AliasConfig
 from ..core.identity import Holder
 from .connections import SQLITE_BUSY_TIMEOUT, pool, test_connection, time_limited
-from .dialect import BATCH, FENCE, Claimed, Ledger, Newest, Row, as_time, entry_of
+from .dialect import BATCH, FENCE, Claimed, Newest, Row, as_time, entry_of
 from .records import Records, ServerTime, durable, fetch, insert, private_query, rows_of
+from .sets import SetLedger
 from .text import fit_column
 from .vendors import LEDGERS
 
@@ -40,8 +41,13 @@ class Fences:
         return self._run(lambda ledger, used: ledger.record(used, entry, token, seen))
 
     def record_all(self, grants: Sequence[Grant]) -> set[str]:
-        """Record grants under their tokens; return the names of those that were recorded."""
-        return {each.name for each in grants if self.record(each, each.token or 0)}
+        """Record a set of grants, each with its own token; see `SetLedger.record_all()`."""
+        known = [
+            (entry_of(grant, self._config.alias, self._label), grant.token)
+            for grant in grants
+            if grant.token is not None
+        ]
+        return self._run(lambda ledger, used: ledger.record_all(used, known)) if known else set()
 
     def read(self, name: str) -> tuple[Row | None, Newest]:
         """Read a name's row of the registry, and its fence."""
@@ -52,7 +58,7 @@ class Fences:
     def renew(self, grants: Sequence[Grant]) -> list[Grant]:
         """Renew the rows of grants; return those that a newer grant came after."""
 
-        def renew(ledger: Ledger, used: BaseDatabaseWrapper) -> list[Grant]:
+        def renew(ledger: SetLedger, used: BaseDatabaseWrapper) -> list[Grant]:
             kept = ledger.renew(used, grants)
             gone = ledger.missing(used, grants, kept)
             overtaken = []
@@ -76,7 +82,7 @@ class Fences:
         return LEDGERS[connections[self._config.fence_database].vendor].is_row_locked(error)
 
     def _run(
-        self, work: Callable[[Ledger, BaseDatabaseWrapper], T], patience: float | None = None
+        self, work: Callable[[SetLedger, BaseDatabaseWrapper], T], patience: float | None = None
     ) -> T:
         sessions = pool(self._config.fence_database, self._timeout)
         return sessions.run(lambda used: work(LEDGERS[used.vendor], used), busy_timeout=patience)

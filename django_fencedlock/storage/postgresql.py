@@ -18,11 +18,11 @@ from .dialect import (
     TIME_COLUMNS,
     Claimed,
     Entry,
-    Ledger,
     Newest,
     find_pin,
     seen_values,
 )
+from .sets import OF_EACH, SetLedger
 
 #: Whatever the server's setting is, the commit outlasts a crash: otherwise a token could be granted
 #: again, or a stored message be lost.
@@ -41,6 +41,7 @@ TYPES = {
     "session_pid": "bigint",
     "session_started": "timestamptz",
     "session_key": "bigint",
+    "permits": "integer",
     "token": "bigint",
     "ttl": "double precision",
 }
@@ -95,9 +96,63 @@ ON CONFLICT (name) DO UPDATE SET {SET_ALL}
 RETURNING h.name
 """
 
+# A set is an array for each column that differs, in the order of the names. Rows are locked in that
+# order, those of the registry before the fences: two sets don't wait for each other.
+_SET = """e AS MATERIALIZED (
+    SELECT e.* FROM s, unnest(%(names)s::text[], %(owners)s::text[], %(permits)s::int[], {})
+    WITH ORDINALITY AS e(name, owner, permits, {}, place))"""
+_SET_VALUES = ", ".join(
+    f"e.{column}" if column in OF_EACH else f"%({column})s::{TYPES.get(column, 'text')}"
+    for column in COLUMNS
+)
+
+_SET_ROWS = f"""
+    {INTO_HELD}
+    SELECT {_SET_VALUES}, {TIMES} FROM e, (SELECT clock_timestamp() AS now) c
+    WHERE NOT EXISTS (
+        SELECT 1 FROM {HELD} x WHERE x.name = ANY(%(names)s::text[])
+        AND x.owner <> ALL(%(owners)s::text[]) AND x.expires_at > clock_timestamp())
+    ORDER BY e.place
+    ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+    WHERE h.expires_at <= clock_timestamp() OR h.owner = EXCLUDED.owner
+    RETURNING h.name, h.owner
+"""
+_WHOLE_SET = "(SELECT count(*) FROM h) = cardinality(%(names)s::text[])"
+
+# Another session may take a row after the statement began: then the set isn't whole, no fence is
+# raised, and `claim_all()` deletes the rows that it took.
+CLAIM_SET = f"""
+WITH {LIMITS}, {_SET.format("ARRAY[]::int[]", "n")}, h AS ({_SET_ROWS}), f AS (
+    INSERT INTO {FENCE} AS f (name, token, owner)
+    SELECT h.name, 1, h.owner FROM h WHERE {_WHOLE_SET} ORDER BY h.name COLLATE "C"
+    ON CONFLICT (name) DO UPDATE SET {DRAW}, owner = EXCLUDED.owner
+    RETURNING f.name, f.token)
+SELECT h.name, f.token FROM h LEFT JOIN f USING (name)
+"""
+
+ENTER_SET = f"WITH {LIMITS}, {_SET.format('ARRAY[]::int[]', 'n')} {_SET_ROWS}"
+
+RECORD_SET = f"""
+WITH {LIMITS}, {_SET.format("%(tokens)s::bigint[]", "token")}, f AS (
+    INSERT INTO {FENCE} AS f (name, token, owner)
+    SELECT e.name, e.token, e.owner FROM e WHERE NOT EXISTS (
+        SELECT 1 FROM {HELD} x WHERE x.name = e.name AND x.expires_at > clock_timestamp()
+        AND (x.alias <> %(alias)s::text OR x.backend <> %(backend)s::text))
+    ORDER BY e.place
+    ON CONFLICT (name) DO UPDATE SET token = EXCLUDED.token, owner = EXCLUDED.owner
+    WHERE f.token < EXCLUDED.token
+    RETURNING f.name)
+{INTO_HELD}
+SELECT {_SET_VALUES}, {TIMES} FROM e JOIN f USING (name),
+    (SELECT clock_timestamp() AS now) c ORDER BY e.place
+ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+RETURNING h.name
+"""
+
 # An owner holds one name only, so no wrong pair is ever found.
 CLEAR_MANY = f"""
 DELETE FROM {HELD} WHERE name = ANY(%(names)s::text[]) AND owner = ANY(%(owners)s::text[])
+RETURNING owner
 """
 
 #: With how the rows are locked.
@@ -171,7 +226,7 @@ class DriverCursor:
         return int(self._raw.rowcount)
 
 
-class PostgresLedger(Ledger):
+class PostgresLedger(SetLedger):
     clock = "clock_timestamp()"
     expiry = "clock_timestamp() + %(ttl)s * interval '1 second'"
     lock_rows = "FOR UPDATE OF h"
@@ -205,12 +260,42 @@ class PostgresLedger(Ledger):
             cursor.execute(RECORD, given)
             return cursor.fetchone() is not None
 
+    def claim_all(
+        self, connection: BaseDatabaseWrapper, entries: Sequence[Entry]
+    ) -> list[int | None] | None:
+        with self.cursor(connection) as cursor:
+            fenced = entries[0].fenced
+            given = self.parameters(connection, entries[0]) | _set_arrays(entries)
+            cursor.execute(CLAIM_SET if fenced else ENTER_SET, given)
+            rows = cursor.fetchall()
+            if len(rows) == len(entries):
+                tokens = dict(rows)
+                return [tokens[entry.name] if fenced else None for entry in entries]
+            if rows:
+                cursor.execute(CLEAR_MANY, given)
+        return None
+
+    def record_all(
+        self, connection: BaseDatabaseWrapper, grants: Sequence[tuple[Entry, int]]
+    ) -> set[str]:
+        entries = [entry for entry, _ in grants]
+        given = self.parameters(connection, entries[0]) | _set_arrays(entries)
+        given["tokens"] = [token for _, token in grants]
+        with self.cursor(connection) as cursor:
+            cursor.execute(RECORD_SET, given)
+            return {name for (name,) in cursor.fetchall()}
+
     def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> int:
         if len(leases) == 1:
             return super().clear(connection, leases)
         with self.cursor(connection, prepare=False) as cursor:
             cursor.execute(CLEAR_MANY, _arrays(leases))
             return int(cursor.rowcount)
+
+    def clear_all(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
+        with self.cursor(connection) as cursor:
+            cursor.execute(CLEAR_MANY, _arrays(leases))
+            return {owner for (owner,) in cursor.fetchall()}
 
     def _renew(
         self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed], lock: str
@@ -241,6 +326,14 @@ class PostgresLedger(Ledger):
         return " and ".join(
             f"{session_words(*facts)}, has table {table} locked" for table, *facts in found
         )
+
+
+def _set_arrays(entries: Sequence[Entry]) -> dict[str, list[Any]]:
+    return {
+        "names": [entry.name for entry in entries],
+        "owners": [entry.owner.id for entry in entries],
+        "permits": [entry.permits for entry in entries],
+    }
 
 
 def _arrays(leases: Sequence[Claimed]) -> dict[str, list[Any]]:
