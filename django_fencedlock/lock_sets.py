@@ -23,6 +23,7 @@ from .core.runtime import clock
 from .core.set_grants import refusal
 from .exceptions import FencedLockError, LockNotAcquired
 from .lease import Duration, Holding, Lease, Leases, forbid_in_event_loop
+from .lease_context import enter
 
 if TYPE_CHECKING:
     # At run time, a type variable has a default from Python 3.13 on.
@@ -179,8 +180,8 @@ class LockSet(Acquiring, Generic[S]):
         try:
             leases = self._acquire(asked, asked.wait)
             if leases is not None:
-                leases.enter()
                 for lease in leases.values():
+                    enter(lease)
                     # In one go, and in this order, as far as signals are concerned.
                     lease.entered_by, lease.to_release = asked.wait, lease.to_release + 1
             return leases
@@ -209,7 +210,8 @@ class LockSet(Acquiring, Generic[S]):
         try:
             leases = self._acquire(asked, asked.wait)
             if leases is not None:
-                leases.enter()
+                for lease in leases.values():
+                    enter(lease)
             elif self.required:
                 raise asked.refusal()
             self._entered.append((block, OfHolder(asked.who) if leases is None else leases))
@@ -275,8 +277,8 @@ class LockSet(Acquiring, Generic[S]):
             leases = await self._wait_async(missing[0], asked.wait, acquire, tell)
         else:
             leases = self._acquire(asked, asked.wait)
-        if leases is not None:
-            leases.enter()
+        for lease in leases.values() if leases is not None else ():
+            enter(lease)
         return leases
 
 

@@ -85,9 +85,13 @@ def backend(backend):
         pass
     found = service("default").backend
     yield found
-    if isinstance(found, database.DatabaseBackend):
-        # A interrupt before a call of C, which no signal does, loses a place of the pool.
-        room = found._sessions._room
+    refill(found)
+
+
+def refill(backend):
+    """Give back places of the pool: an interrupt before a call of C, which no signal does."""
+    if isinstance(backend, database.DatabaseBackend):
+        room = backend._sessions._room
         while room.qsize() < sessions.MAX_CONNECTIONS:
             room.put(room)
 
@@ -158,6 +162,7 @@ def test_no_line_leaves_a_lock_of_a_set(backend, monkeypatch, how):
 
     def wait_until_free(place):
         names = [f"{each}{place}" for each in "xyz"]
+        refill(backend)
         wait_until(lambda: not backend.holders(names), f"free locks, {place}", 20)
 
     interrupted_everywhere(partial(acquire_set_interrupted, how), wait_until_free, least=60)
@@ -189,11 +194,12 @@ def test_no_line_of_a_wait_for_a_set_leaves_a_lock(backend, monkeypatch):
 
     def wait_until_free(place):
         names = [f"x{place}", f"z{place}"]
+        refill(backend)
         wait_until(lambda: not backend.holders(names), f"free locks, {place}", 20)
 
     def wait_interrupted(place):
-        interrupt = InterruptAt(place, SetAcquire._wait_for_one)
-        mine = lock_all(f"x{place}", "y", f"z{place}", blocking_timeout=0.001)
+        interrupt = InterruptAt(place, SetAcquire.run)
+        mine = lock_all(f"x{place}", "y", f"z{place}", blocking_timeout=0.05)
         with interrupt:
             assert mine.acquire() is None
         connections.close_all()
