@@ -405,6 +405,62 @@ class TestLosing:
         assert "was never released" in caplog.text
 
 
+class TestCost:
+    @pytest.fixture
+    def on_postgres(self, settings, keep_connections, postgres):
+        def use(**entry):
+            settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres", **entry}}
+            lock_all("warm", "warmer").acquire().release()
+            return service("default")
+
+        return use
+
+    def test_a_free_set_is_one_statement_and_its_release_another(self, on_postgres, postgres):
+        on_postgres()
+        with postgres.statements() as seen:
+            leases = lock_all(NAMES).acquire()
+        assert sum(seen.values()) == 1
+        with postgres.statements() as seen:
+            leases.release()
+        assert sum(seen.values()) == 1
+
+    def test_a_pin_is_one_statement(self, on_postgres, postgres):
+        on_postgres()
+        with lock_all(NAMES) as leases:
+            with leases.atomic():
+                pass
+            with postgres.statements() as seen, leases.atomic():
+                pass
+        assert sum(seen.values()) == 3, seen  # With BEGIN and COMMIT.
+
+    def test_the_grants_of_another_service_are_recorded_by_one_statement(
+        self, on_postgres, postgres, monkeypatch
+    ):
+        monkeypatch.setattr(StubBackend, "service", StubService())
+        on_postgres(BACKEND="tests.stub_backend.StubBackend")
+        with postgres.statements() as seen:
+            leases = lock_all(NAMES).acquire()
+        assert sum(seen.values()) == 1
+        leases.release()
+
+    @pytest.mark.parametrize("names", [NAMES, [*NAMES, "held"]])
+    def test_the_service_is_asked_once_in_each_direction(self, monkeypatch, other, names):
+        held_elsewhere(other, "held")
+        backend, asked = service("default").backend, []
+        for method in ("acquire", "acquire_all", "release", "release_all", "verify"):
+            real = getattr(backend, method)
+
+            def note(*given, method=method, real=real):
+                asked.append(method)
+                return real(*given)
+
+            monkeypatch.setattr(backend, method, note)
+        leases = lock_all(names).acquire(blocking=False)
+        if leases is not None:
+            leases.release()
+        assert asked == (["acquire_all"] if "held" in names else ["acquire_all", "release_all"])
+
+
 class TestAtomic:
     @pytest.fixture(params=databases)
     def database(self, request, settings):
