@@ -101,7 +101,7 @@ class LeaseSet(Holding, Mapping[str, Lease]):
         mutex = threading.Lock()
 
         def call_once(lease: Lease) -> None:
-            # Each lease calls it, and it is never given back.
+            # Each lease of the set calls it.
             if mutex.acquire(blocking=False):
                 callback(self)
 

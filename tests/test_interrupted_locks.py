@@ -20,7 +20,7 @@ from django_fencedlock.backends.postgres import backend as postgres_backend
 from django_fencedlock.backends.postgres import holding
 from django_fencedlock.backends.redis import backend as redis_backend
 from django_fencedlock.backends.redis import connections as redis_connections
-from django_fencedlock.core import grants, jobs, keeper, manager, set_grants
+from django_fencedlock.core import endings, grants, jobs, keeper, manager, set_grants
 from django_fencedlock.core.grants import Grants
 from django_fencedlock.core.identity import current_holder
 from django_fencedlock.core.manager import Service, give_back_left_over, service
@@ -37,7 +37,7 @@ pytestmark = [
 
 #: Where the interrupts hit.
 MODULES = [locks, manager, grants, keeper, sessions, database, postgres_backend, holding, jobs]
-MODULES += [acquiring, lock_sets, set_grants]
+MODULES += [acquiring, endings, lock_sets, set_grants]
 FILES = {each.__file__ for each in (*MODULES, redis_backend, redis_connections)}
 
 
@@ -216,6 +216,26 @@ def test_no_line_of_a_release_leaves_a_lock(backend, monkeypatch):
         wait_until(lambda: not backend.holders([f"x{place}"]), "a free lock")
 
     interrupted_everywhere(release_interrupted, wait_until_free)
+
+
+def test_no_line_of_a_release_leaves_a_lock_of_a_set(backend, monkeypatch):
+    monkeypatch.setattr(keeper, "FIRST_DOUBT", 0.01)
+
+    def wait_until_free(place):
+        names = [f"x{place}", f"y{place}"]
+        refill(backend)
+        wait_until(lambda: not backend.holders(names), f"free locks, {place}")
+
+    def release_set_interrupted(place):
+        began, leases = clock(), lock_all(f"x{place}", f"y{place}").acquire()
+        with (interrupt := InterruptAt(place, Service.release)):
+            leases.release()
+        interrupt.end()
+        give_back_left_over(began)
+        connections.close_all()
+        return interrupt.left <= 0
+
+    interrupted_everywhere(release_set_interrupted, wait_until_free)
 
 
 @pytest.mark.parametrize("backend", ["redis"], indirect=True)
