@@ -99,12 +99,13 @@ class SetContract(Contract):
         with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile() as log:
             several = [stack.enter_context(processes.borrow()) for _ in range(4)]
             runs = [
-                each.start(acts.take_pairs, self.alias, names, 4, 3, log.name) for each in several
+                each.start(acts.take_pairs, self.alias, names, 8, 2, log.name) for each in several
             ]
             for run in runs:
                 run.result(2 * TIMEOUT)
             lines = [line.rsplit(" ", 2) for line in Path(log.name).read_text().splitlines()]
-        assert len(lines) == 4 * 4 * 3 * 4
+        # Each of 32 threads took two pairs, and noted when it came and went.
+        assert len(lines) == 32 * 2 * 2 * 2
         for each in names:
             steps = [(step, int(token)) for about, step, token in lines if about == each]
             tokens = [token for step, token in steps if step == "in"]
