@@ -17,7 +17,7 @@ from .backends.interface import Claim, Held, Wait
 from .conf import UNSET, Unset
 from .core import aio, names
 from .core.grants import new_claim
-from .core.identity import LocalHolder, OfHolder, current_holder
+from .core.identity import LocalHolder, OfHolder, current_holder, new_owner_id
 from .core.manager import Service
 from .core.runtime import clock
 from .core.set_grants import refusal
@@ -128,8 +128,8 @@ class LeaseSet(Holding, Mapping[str, Lease]):
 
     def _leave(self) -> None:
         super()._leave()
-        for lease in self._all():
-            # An outer block may hold it longer than this set.
+        for lease in self._open():
+            # An outer block holds it longer than this set.
             lease.off_lost(self._together)
 
 
@@ -255,7 +255,8 @@ class LockSet(Acquiring, Generic[S]):
         control, who = self._service, current_holder()
         wait = self._wait(control, blocking, blocking_timeout, cancel)
         ttl = self._ttl or control.config.ttl
-        claims = [new_claim(name, ttl, self.fenced) for name in names]
+        any_of_them = new_claim("", ttl, self.fenced)
+        claims = [any_of_them._replace(name=name, owner=new_owner_id()) for name in names]
         return _Asked(control, claims, who, wait)
 
     def _acquire(self, asked: _Asked, wait: Wait, tells: bool = True) -> LeaseSet | None:

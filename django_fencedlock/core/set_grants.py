@@ -13,7 +13,7 @@ from ..exceptions import BackendUnavailable, FencedLockError, LockNotAcquired
 from ..lease import Lease, Leases
 from ..storage.records import raise_if_tables_missing
 from .grants import Grants, holder_of
-from .identity import Holder, LocalHolder, new_owner
+from .identity import Holder, LocalHolder, new_owner_id
 from .keeper import BEATS, Keeper
 
 #: How many holders the error of a refusal names.
@@ -180,7 +180,7 @@ class SetAcquire:
 
     def _renew_owner(self, name: str) -> None:
         # What is still done for the former grant, such as deleting its row, must not hit the next.
-        self._claims[name] = self._claims[name]._replace(owner=new_owner().id)
+        self._claims[name] = self._claims[name]._replace(owner=new_owner_id())
 
     def _undo(self) -> None:
         """Release what was acquired, and what may have been: an exception ends the acquire."""
