@@ -133,9 +133,10 @@ class SetAcquire:
         """Record the grants that have tokens; return their names, less those that are pinned."""
         now, config = self._wait.now(), self._backend.config
         pairs = zip(claims, answers, strict=True)
-        # A grant that took long is renewed first, and recorded by itself.
+        # A grant that took long is renewed first, and recorded by itself. So is a reader's, whose
+        # token other readers share.
         fresh = [pair for pair in pairs if now < pair[1].since + pair[0].ttl / BEATS]
-        grants = [grant_of(*pair) for pair in fresh if pair[0].fenced]
+        grants = [grant_of(*pair) for pair in fresh if pair[0].fenced and not pair[0].shared]
         numbered = [grant for grant in grants if grant.token is not None]
         if not numbered:
             return set()
