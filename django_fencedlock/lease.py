@@ -200,17 +200,9 @@ class Holding(OfHolder):
         if leases := self._open():
             runtime.start(partial(self._control.give_back, leases, self.who))
 
-    def give_back(self) -> None:
-        """Release what a holder acquired that can't take it any more."""
-        self._control.give_back(self._all(), self.who)
-
-    def enter(self) -> None:
-        """Make the leases the innermost ones of the running context."""
-        for lease in self._all():
-            lease_context.enter(lease)
-
     def _leave(self) -> None:
-        for lease in self._all():
+        # The innermost first: it is found sooner.
+        for lease in reversed(self._all()):
             lease_context.leave(lease)
 
     def _require_open(self) -> None:

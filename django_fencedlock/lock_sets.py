@@ -17,12 +17,13 @@ from .backends.interface import Claim, Held, Wait
 from .conf import UNSET, Unset
 from .core import aio, names
 from .core.grants import new_claim
-from .core.identity import LocalHolder, OfHolder, current_holder
+from .core.identity import LocalHolder, OfHolder, current_holder, new_owner_id
 from .core.manager import Service
 from .core.runtime import clock
 from .core.set_grants import refusal
 from .exceptions import FencedLockError, LockNotAcquired
 from .lease import Duration, Holding, Lease, Leases, forbid_in_event_loop
+from .lease_context import enter
 
 if TYPE_CHECKING:
     # At run time, a type variable has a default from Python 3.13 on.
@@ -100,7 +101,7 @@ class LeaseSet(Holding, Mapping[str, Lease]):
         mutex = threading.Lock()
 
         def call_once(lease: Lease) -> None:
-            # Each lease calls it, and it is never given back.
+            # Each lease of the set calls it.
             if mutex.acquire(blocking=False):
                 callback(self)
 
@@ -127,8 +128,8 @@ class LeaseSet(Holding, Mapping[str, Lease]):
 
     def _leave(self) -> None:
         super()._leave()
-        for lease in self._all():
-            # An outer block may hold it longer than this set.
+        for lease in self._open():
+            # An outer block holds it longer than this set.
             lease.off_lost(self._together)
 
 
@@ -179,8 +180,8 @@ class LockSet(Acquiring, Generic[S]):
         try:
             leases = self._acquire(asked, asked.wait)
             if leases is not None:
-                leases.enter()
                 for lease in leases.values():
+                    enter(lease)
                     # In one go, and in this order, as far as signals are concerned.
                     lease.entered_by, lease.to_release = asked.wait, lease.to_release + 1
             return leases
@@ -209,7 +210,8 @@ class LockSet(Acquiring, Generic[S]):
         try:
             leases = self._acquire(asked, asked.wait)
             if leases is not None:
-                leases.enter()
+                for lease in leases.values():
+                    enter(lease)
             elif self.required:
                 raise asked.refusal()
             self._entered.append((block, OfHolder(asked.who) if leases is None else leases))
@@ -253,7 +255,8 @@ class LockSet(Acquiring, Generic[S]):
         control, who = self._service, current_holder()
         wait = self._wait(control, blocking, blocking_timeout, cancel)
         ttl = self._ttl or control.config.ttl
-        claims = [new_claim(name, ttl, self.fenced) for name in names]
+        any_of_them = new_claim("", ttl, self.fenced)
+        claims = [any_of_them._replace(name=name, owner=new_owner_id()) for name in names]
         return _Asked(control, claims, who, wait)
 
     def _acquire(self, asked: _Asked, wait: Wait, tells: bool = True) -> LeaseSet | None:
@@ -275,8 +278,8 @@ class LockSet(Acquiring, Generic[S]):
             leases = await self._wait_async(missing[0], asked.wait, acquire, tell)
         else:
             leases = self._acquire(asked, asked.wait)
-        if leases is not None:
-            leases.enter()
+        for lease in leases.values() if leases is not None else ():
+            enter(lease)
         return leases
 
 

@@ -133,7 +133,7 @@ def hold_lock_unrecorded(name: str) -> Iterator[None]:
     lease = service("default").acquire(new_claim(name, 30, fenced=False), who=who)
     assert lease is not None
     yield
-    service("default").release(lease, who)
+    service("default").release([lease], who)
 
 
 def test_an_unavailable_service(page: Callable[..., str], make_redis: Callable[..., Redis]) -> None:

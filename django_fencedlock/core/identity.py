@@ -229,7 +229,11 @@ def new_owner(task: tuple[str, str] | None = None) -> Owner:
     """Make a new owner; `task` replaces `running_task`."""
     thread = threading.current_thread().name
     place = _place(*_here(os.getpid()), thread, *(task or running_task.get()))
-    return Owner(os.urandom(16).hex(), *place)
+    return Owner(new_owner_id(), *place)
+
+
+def new_owner_id() -> str:
+    return os.urandom(16).hex()
 
 
 @lru_cache(256)

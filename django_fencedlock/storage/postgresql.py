@@ -293,7 +293,7 @@ class PostgresLedger(SetLedger):
             return int(cursor.rowcount)
 
     def clear_all(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
-        with self.cursor(connection, prepare=False) as cursor:
+        with self.cursor(connection) as cursor:
             cursor.execute(CLEAR_MANY, _arrays(leases))
             return {owner for (owner,) in cursor.fetchall()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import random
 import select
 import signal
 import time
@@ -15,6 +16,7 @@ from django.db import connections
 
 from ...core.identity import Process, this_process
 from ...lease import Lease, current_lease
+from ...lock_sets import lock_all
 from ...locks import lock
 from ..processes import TIMEOUT, wait_until
 
@@ -86,6 +88,36 @@ def take_turns(alias: str, name: str, times: int, log: str) -> None:
 def note_when_served(alias: str, name: str, place: int, log: str) -> None:
     with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT):
         _note(log, str(place))
+
+
+def hold_all(alias: str, names: list[str], wait: float = 0.0) -> list[int]:
+    leases = lock_all(names, ttl=LONG, backend=alias).acquire(blocking_timeout=wait)
+    assert leases is not None, f"One of {names} isn't free."
+    _held.update(leases)
+    return [lease.token for lease in leases.values()]
+
+
+def try_to_take_all(alias: str, names: list[str]) -> bool:
+    leases = lock_all(names, ttl=LONG, backend=alias).acquire(blocking=False)
+    return leases is not None and leases.release()
+
+
+def take_pairs(alias: str, names: list[str], threads: int, times: int, log: str) -> None:
+    """Acquire random pairs of names in several threads, in any order."""
+
+    def take() -> None:
+        for _ in range(times):
+            pair = random.sample(names, 2)
+            with lock_all(pair, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT) as leases:
+                for name, lease in leases.items():
+                    _note(log, f"{name} in {lease.token}")
+                for name, lease in leases.items():
+                    _note(log, f"{name} out {lease.token}")
+        connections.close_all()
+
+    with ThreadPoolExecutor(threads) as executor:
+        for done in [executor.submit(take) for _ in range(threads)]:
+            done.result(2 * TIMEOUT)
 
 
 def _note(log: str, line: str) -> None:
