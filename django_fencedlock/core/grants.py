@@ -284,7 +284,14 @@ class Grants:
         process = Owner.read(held.owner, held.identity).process
         if not held.owner or not is_process_gone(process):
             return False
-        grant = Grant(name, held.owner, token=held.token, fenced=fenced, identity=held.identity)
+        grant = Grant(
+            name,
+            held.owner,
+            token=held.token,
+            fenced=fenced,
+            shared=held.shared,
+            identity=held.identity,
+        )
         with contextlib.suppress(BackendUnavailable):
             if self.backend.release(grant):
                 self._keeper.clear_row(grant)

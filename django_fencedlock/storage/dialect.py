@@ -16,7 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
-from ..backends.interface import Claim, Grant
+from ..backends.interface import SHARED, Claim, Grant
 from ..core.identity import Holder, Owner
 from .connections import CURSOR, set_busy_timeout
 
@@ -46,6 +46,12 @@ class Entry:
     session_pid: int | None = None
     session_started: datetime | None = None
     session_key: int | None = None
+    shared: bool = False
+
+    @property
+    def fence_owner(self) -> str:
+        """The owner in the fence: all readers have one."""
+        return SHARED if self.shared else self.owner.id
 
     def values(self) -> dict[str, Any]:
         """The values of `COLUMNS`, by column."""
@@ -97,7 +103,7 @@ class Row(NamedTuple):
 def entry_of(claim: Claimed, alias: str, label: str) -> Entry:
     """Return the row of the registry that a claim's grant has."""
     owner = Owner.read(claim.owner, claim.identity)
-    return Entry(claim.name, alias, label, owner, claim.ttl, claim.fenced)
+    return Entry(claim.name, alias, label, owner, claim.ttl, claim.fenced, shared=claim.shared)
 
 
 def machine_time() -> datetime:
@@ -298,12 +304,18 @@ class Ledger:
         """
         with self.transaction(connection) as cursor:
             given = {**self.parameters(connection, entry), "token": token, **seen_values(seen)}
+            given["fence_owner"] = entry.fence_owner
             cursor.execute(
                 f"SELECT 1 FROM {HELD} WHERE name = %(name)s AND expires_at > {self.clock} "
                 "AND (alias <> %(alias)s OR backend <> %(backend)s)",
                 given,
             )
-            if cursor.fetchone() is not None or not self._raise_fence(cursor, given):
+            if cursor.fetchone() is not None:
+                return False
+            if seen == (token, SHARED):
+                if self.newest(connection, entry.name) != seen:
+                    return False
+            elif not self._raise_fence(cursor, given):
                 return False
             if not self._insert(cursor, given):
                 self._overwrite(cursor, given)
@@ -359,7 +371,7 @@ class Ledger:
         # Two statements: MySQL can't tell an inserted row from one that was left as it was.
         as_seen = "" if given["seen"] is None else " AND token = %(seen)s AND owner = %(writer)s"
         cursor.execute(
-            f"UPDATE {FENCE} SET token = %(token)s, owner = %(owner)s "
+            f"UPDATE {FENCE} SET token = %(token)s, owner = %(fence_owner)s "
             f"WHERE name = %(name)s AND token < %(token)s{as_seen}",
             given,
         )
@@ -367,7 +379,7 @@ class Ledger:
             return True
         cursor.execute(
             f"{self.insert_or_ignore} INTO {FENCE} (name, token, owner) "
-            "VALUES (%(name)s, %(token)s, %(owner)s)",
+            "VALUES (%(name)s, %(token)s, %(fence_owner)s)",
             given,
         )
         return bool(cursor.rowcount)
