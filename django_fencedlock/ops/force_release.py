@@ -24,6 +24,8 @@ from ..storage.vendors import LEDGERS
 
 logger = logging.getLogger(__name__)
 
+#: How often one forced release begins again, since another grant was recorded meanwhile.
+ATTEMPTS = 4
 #: Seconds for reading the registry.
 READ_TIMEOUT = 2.0
 
@@ -210,16 +212,19 @@ def force_release(
     if not by.strip():
         raise ValueError("by= has to say who releases the lock: its holder and the log name them.")
     by = escape_control(by)
-    # The fence is read before the service is asked: see `Revoking.revoke()`.
-    found, seen = _look(name, backend)
-    if found is None:
-        return Release(name, backend, Outcome.NOT_HELD)
-    if not found.holders:
-        return Release(name, backend, Outcome.NEEDS_END_OF_SESSION, found.holder)
-    owners = {owner_id} if isinstance(owner_id, str) else owner_id
-    if owners is not None and (found := (held := found).only(owners)) is None:
-        return Release(name, backend, Outcome.CHANGED_HANDS, held.holder)
-    revoked = _revoke(found, by, seen)
+    owners = [owner_id] if isinstance(owner_id, str) else owner_id
+    attempts = 0
+    while True:
+        # The fence is read before the service is asked: see `Revoking.revoke()`.
+        held, seen = _look(name, backend)
+        found = held if held is None or owners is None else held.only(owners)
+        if held is None or found is None or not held.holders:
+            return _untouched(name, backend, held)
+        owners = [each.owner_id for each in found.holders]
+        revoked = _revoke(found, by, seen, again=attempts > 0)
+        attempts += 1
+        if revoked is None or not revoked.is_overtaken or attempts == ATTEMPTS:
+            break
     asked = service(backend).backend
     freed = [each for each in found.holders if asked.release(_grant_of(found, each))]
     if revoked is not None and found.fenced:
@@ -228,6 +233,14 @@ def force_release(
             # A hint only: the next grant has a token above the fence at once.
             asked.suggest(name, revoked.token or 0)
     return _conclude(found, by, revoked, freed)
+
+
+def _untouched(name: str, backend: str, held: HeldBy | None) -> Release:
+    """Return the result for a lock whose present holder, if it has one, keeps it."""
+    if held is None:
+        return Release(name, backend, Outcome.NOT_HELD)
+    outcome = Outcome.CHANGED_HANDS if held.holders else Outcome.NEEDS_END_OF_SESSION
+    return Release(name, backend, outcome, held.holder)
 
 
 def _grant_of(found: HeldBy, holder: Holder) -> Grant:

@@ -180,6 +180,8 @@ class Revoked(NamedTuple):
     note: Note
     #: Whether it was done by this call.
     is_new: bool
+    #: Another grant was recorded since the fence was read, so it wasn't raised.
+    is_overtaken: bool = False
 
 
 class Revoking(Records):
@@ -208,15 +210,19 @@ class Revoking(Records):
             note = noted.get(held.owner)
             # Done before: a second forced release raises nothing, unless the holder came back.
             last = seen if note is None or again else None
-            is_new = held.fenced and self._raise(held, proposed or 0, last or (-1, ""))
+            is_raised = held.fenced and self._raise(held, proposed or 0, last or (-1, ""))
+            is_new = is_raised
             by = fit_column(connections[self.using], by, 200)
             values = {"name": held.name, "released_by": by, "released_at": ServerTime()}
             for owner in {held.owner, *others}.difference(noted):
                 added = insert(self.using, "ForcedRelease", owner=owner, **values)
                 is_new = is_new or added is not None
             note = note or notes(self.using, [held.owner])[held.owner]
-            fence = fetch(rows_of("Fence", self.using).filter(name=held.name), "token")
-            return Revoked(fence[0].token if held.fenced and fence else None, note, is_new)
+            fences = rows_of("Fence", self.using).filter(name=held.name)
+            found = fetch(fences, "token", "owner") if held.fenced else []
+            newest = (found[0].token, found[0].owner) if found else None
+            is_overtaken = not is_raised and newest not in (None, seen)
+            return Revoked(newest and newest[0], note, is_new, is_overtaken)
 
     def _raise(self, held: Grant, proposed: int, last: Newest) -> bool:
         below = Q(owner=held.fence_owner) | Q(token__lt=proposed) | Q(token=last[0], owner=last[1])
