@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from django.core.management import call_command
 from django.test import override_settings
 
 from django_fencedlock import (
@@ -395,3 +396,20 @@ def test_a_forced_release_that_begins_again_releases_no_other_holder(monkeypatch
     assert done.holder.owner_id == asked[1].owner
     assert fence() == (2, asked[1].owner)
     assert backend.verify(asked[1])
+
+
+@real
+@pytest.mark.usefixtures("on_stub")
+def test_the_command_shows_and_releases_all_readers(make, capsys):
+    grants = [take(make()), take(make())]
+    call_command("fencedlock", "show", "x", "--no-color")
+    shown = capsys.readouterr().out
+    assert "shared by 2: " in shown
+    assert "newest token 1, of readers" in shown
+    call_command("fencedlock", "release", "x", "--yes", "--owner", grants[0].owner)
+    assert "So are transactions under the leases that other" in capsys.readouterr().out
+    assert service("default").backend.verify(grants[1])
+    grants.append(take(make()))
+    call_command("fencedlock", "release", "x", "--yes")
+    assert "Further readers that lost it: 1." in capsys.readouterr().out
+    assert not service("default").holders("x")

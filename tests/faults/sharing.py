@@ -19,7 +19,6 @@ OURS = "ours"
 WEAK = (
     "does not raise",
     "reads after it asked",
-    "compares the token alone",
     "does not check the deadline",
     "asks once",
     "raises once",
@@ -169,10 +168,7 @@ class Model:
                 yield go("releases", Client(), held=now.held - {who})
 
     def _record(self, go, now: State, me: Client, owner: int) -> tuple[str, State]:  # type: ignore[no-untyped-def]
-        is_same = now.fence == me.seen
-        if self.rule == "compares the token alone":
-            is_same = now.fence.token == me.seen.token
-        if not is_same:
+        if now.fence != me.seen:
             return go("is refused", me._replace(step="reads"))
         if owner == SHARED and me.seen.owner == SHARED:
             return go("finds readers", me._replace(step="recorded"))

@@ -38,7 +38,6 @@ def test_no_former_holder_of_three_or_four_commits(terms):
         ("does not raise", 0),
         ("does not check the deadline", 0),
         ("reads after it asked", 1),
-        ("compares the token alone", 1),
         ("asks once", 1),
         ("raises once", 1),
     ],

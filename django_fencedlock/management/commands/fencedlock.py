@@ -16,6 +16,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, Error
 
 from ... import conf
+from ...backends.interface import SHARED
 from ...core import names
 from ...exceptions import BackendUnavailable, FencedLockError, SettingsError
 from ...ops import doctor, registry, resync
@@ -256,11 +257,16 @@ def _token(entry: registry.ListedLock) -> str:
 def _details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
     for asked in found.services:
         says = "not held" if asked.holder is None else f"held by {asked.holder}"
+        if asked.holder is not None and asked.holder.shared:
+            says = f"shared by {1 + len(asked.others)}: {asked.holder}"
         if asked.holder is not None and asked.holder.session_pid:
             says += f", server session {asked.holder.session_pid}"
         yield f"alias {asked.alias!r}", asked.error or says
+        for reader in asked.others:
+            yield "", str(reader)
     for fence in found.fences:
         owner = f"of owner {fence.owner}" if fence.owner else "without an owner: it was raised"
+        owner = "of readers" if fence.owner == SHARED else owner
         yield f"database {fence.database!r}", f"newest token {fence.token}, {owner}"
         if fence.pinned_by:
             yield "", f"the next grant waits for {fence.pinned_by}"
