@@ -81,6 +81,7 @@ class Lock(Generic[L]):
 
     #: repr() shows them, also of an object whose __init__() has failed.
     name = backend = ""
+    shared = False
 
     @overload
     def __init__(

@@ -49,7 +49,7 @@ class SharedContract(Contract):
         except StaleFence:
             return False
 
-    # Who excludes whom
+    # Exclusion
 
     def test_readers_share_the_lock_and_its_token(self, name: str, thread: AnotherThread) -> None:
         mine = self.read(name)
