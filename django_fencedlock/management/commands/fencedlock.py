@@ -132,10 +132,12 @@ class Command(BaseCommand):
             )
         done = Release(name, "".join(alias[:1]), Outcome.NOT_HELD)
         for held in holders:
-            if not yes and held.owner_id and owner in (None, held.owner_id):
-                self._confirm(held, options.get("stdin") or sys.stdin)
-            # Only the holder that was shown, or named by --owner, loses the lock.
-            done = force_release(name, by=by, backend=held.alias, owner_id=owner or held.owner_id)
+            shown = held if owner is None else held.only([owner])
+            if not yes and shown and shown.owner_id:
+                self._confirm(shown, options.get("stdin") or sys.stdin)
+            # Only the holders that were shown, or the one named by --owner, lose the lock.
+            owners = owner or [each.owner_id for each in held.holders]
+            done = force_release(name, by=by, backend=held.alias, owner_id=owners)
         told = str(done)
         self._put({**asdict(done), "done": done.done, "message": told}, [escape_control(told)])
         return 0 if done.done else 1
@@ -146,6 +148,7 @@ class Command(BaseCommand):
         for line in (
             f"Lock {found.name!r} ({where}) is held by {found.holder}.{expired}",
             f"Its owner id is {found.owner_id}.",
+            *(f"Another reader is {each}, owner id {each.owner_id}." for each in found.others),
             *consequences(found.fenced, found.holder.session_pid),
         ):
             self.stdout.write(escape_control(line))
