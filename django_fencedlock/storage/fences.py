@@ -17,7 +17,8 @@ from ..backends.interface import Grant
 from ..conf import AliasConfig
 from ..core.identity import Holder
 from .connections import SQLITE_BUSY_TIMEOUT, pool, test_connection, time_limited
-from .dialect import FENCE, Claimed, Ledger, Newest, Row, as_time, entry_of
+from .dialect import FENCE, Claimed, Newest, Row, as_time, entry_of
+from .readers import SharedLedger
 from .records import Records, ServerTime, durable, fetch, insert, private_query, rows_of
 from .text import fit_column
 from .vendors import LEDGERS
@@ -39,6 +40,15 @@ class Fences:
         entry = entry_of(claim, self._config.alias, self._label)
         return self._run(lambda ledger, used: ledger.record(used, entry, token, seen))
 
+    def record_all(self, grants: Sequence[Grant]) -> set[str]:
+        """Record a set of grants, each with its own token; see `SetLedger.record_all()`."""
+        known = [
+            (entry_of(grant, self._config.alias, self._label), grant.token)
+            for grant in grants
+            if grant.token is not None and not grant.shared
+        ]
+        return self._run(lambda ledger, used: ledger.record_all(used, known)) if known else set()
+
     def read(self, name: str) -> tuple[Row | None, Newest]:
         """Read a name's row of the registry, and its fence."""
         return self._run(
@@ -48,7 +58,7 @@ class Fences:
     def renew(self, grants: Sequence[Grant]) -> list[Grant]:
         """Renew the rows of grants; return those that a newer grant came after."""
 
-        def renew(ledger: Ledger, used: BaseDatabaseWrapper) -> list[Grant]:
+        def renew(ledger: SharedLedger, used: BaseDatabaseWrapper) -> list[Grant]:
             kept = ledger.renew(used, grants)
             gone = ledger.missing(used, grants, kept)
             overtaken = []
@@ -72,7 +82,7 @@ class Fences:
         return LEDGERS[connections[self._config.fence_database].vendor].is_row_locked(error)
 
     def _run(
-        self, work: Callable[[Ledger, BaseDatabaseWrapper], T], patience: float | None = None
+        self, work: Callable[[SharedLedger, BaseDatabaseWrapper], T], patience: float | None = None
     ) -> T:
         sessions = pool(self._config.fence_database, self._timeout)
         return sessions.run(lambda used: work(LEDGERS[used.vendor], used), busy_timeout=patience)

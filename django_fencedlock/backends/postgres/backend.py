@@ -176,7 +176,9 @@ class PostgresBackend(Backend):
             owner = Owner.read(claim.owner, claim.identity)
             place = session.pid, session.started, key
             label, alias = self.label, self.config.alias
-            given |= Entry(claim.name, alias, label, owner, claim.ttl, True, *place).values()
+            entry = Entry(claim.name, alias, label, owner, claim.ttl, True, *place)
+            entry.permits = claim.permits
+            given |= entry.values()
             given["ttl"] = claim.ttl
         return given
 
