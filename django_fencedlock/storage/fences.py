@@ -55,6 +55,15 @@ class Fences:
             lambda ledger, used: (ledger.look(used, name), ledger.newest(used, name) or (0, ""))
         )
 
+    def read_all(self, name: str) -> tuple[list[Row], Newest]:
+        """Read all rows of a name, of which each reader has one, and its fence."""
+        return self._run(
+            lambda ledger, used: (
+                ledger.all_rows(used, [name]).get(name, []),
+                ledger.newest(used, name) or (0, ""),
+            )
+        )
+
     def renew(self, grants: Sequence[Grant]) -> list[Grant]:
         """Renew the rows of grants; return those that a newer grant came after."""
 

@@ -359,6 +359,22 @@ class SharedContract(Contract):
         assert self.force(name, owner_id=mine.owner_id).outcome is Outcome.CHANGED_HANDS
         assert writer.verify()
 
+    def test_an_expired_reader_is_released_by_force(self, name: str, thread: AnotherThread) -> None:
+        if not self.service.backend.supports_ttl:
+            pytest.skip("A reader is gone with its session.")
+        mine, other = self.read(name, ttl=SHORT), thread.call(self.read, name)
+        self.pause_holder(mine)
+        wait_until(lambda: mine.expired, "the end of the lease")
+        time.sleep(0.1)
+        assert self.is_current(mine)
+        done = self.force(name, owner_id=mine.owner_id)
+        assert done.done
+        assert done.holder.owner_id == mine.owner_id
+        with pytest.raises(StaleFence, match="by the boss"):
+            self.pin(mine)
+        assert other.verify()
+        thread.call(other.release)
+
     def test_a_reader_that_is_recorded_during_a_forced_release_is_rejected(
         self, name: str, thread: AnotherThread, monkeypatch: pytest.MonkeyPatch
     ) -> None:
