@@ -25,6 +25,7 @@ from django_fencedlock.core.manager import Service, service
 from django_fencedlock.exceptions import SettingsError
 from django_fencedlock.models import Fence
 from django_fencedlock.ops.force_release import Outcome
+from django_fencedlock.test import disable_locking, hold_lock, lose_lease
 from django_fencedlock.test.contract import SharedContract
 from tests.backends import ETCD
 from tests.models import Invoice
@@ -413,3 +414,31 @@ def test_the_command_shows_and_releases_all_readers(make, capsys):
     call_command("fencedlock", "release", "x", "--yes")
     assert "Further readers that lost it: 1." in capsys.readouterr().out
     assert not service("default").holders("x")
+
+
+# Aids for tests of code that uses locks
+
+
+@pytest.mark.django_db
+def test_a_switched_off_lock_is_shared():
+    with disable_locking(), lock("x", shared=True) as lease, lease.atomic():
+        assert fence() == (lease.token, "shared") == (1, "shared")
+        with hold_lock("x", shared=True) as other:
+            assert other.token == 1
+
+
+@pytest.mark.django_db
+def test_a_test_holds_a_lock_as_a_reader():
+    with hold_lock("x", shared=True) as other:
+        with lock("x", shared=True) as lease, lease.atomic():
+            assert lease.token == other.token
+        with pytest.raises(LockNotAcquired, match=r"held by the reader .*hold_lock"):
+            lock("x").__enter__()
+
+
+@real
+def test_a_test_loses_a_shared_lease():
+    with pytest.raises(LeaseLost), lock("x", shared=True) as lease:
+        lose_lease(lease)
+        assert lease.lost
+    assert fence()[0] == lease.token + 1
