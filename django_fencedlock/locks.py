@@ -214,7 +214,8 @@ class Lock(Generic[L]):
                 enter(lease)
             elif self.required:
                 waited = clock() - wait.since
-                raise control.grants.refusal(self.name, waited, self.fenced, wait.held)
+                held, shared = wait.held, self.shared
+                raise control.grants.refusal(self.name, waited, self.fenced, held, shared)
             self._entered.append((block, lease or OfHolder(who)))
             return cast(L, lease)
         except FencedLockError:
@@ -235,7 +236,9 @@ class Lock(Generic[L]):
         lease = await self._aacquire(claim, who, wait)
         if lease is None and self.required:
             waited = clock() - wait.since
-            refusal = functools.partial(self._service.grants.refusal, held=wait.held)
+            refusal = functools.partial(
+                self._service.grants.refusal, held=wait.held, shared=self.shared
+            )
             found = self._service.in_thread(refusal, self.name, waited, self.fenced, kind=aio.TRY)
             raise await found
         self._entered.append((block, lease or OfHolder(who)))

@@ -348,7 +348,12 @@ class Grants:
             raise self.backend.inside_transaction(claim.name)
 
     def refusal(
-        self, name: str, waited: float, fenced: bool = True, held: Held | None = None
+        self,
+        name: str,
+        waited: float,
+        fenced: bool = True,
+        held: Held | None = None,
+        shared: bool = False,
     ) -> LockNotAcquired:
         """Return the error that says who has the lock; `held` is what `acquire()` saw."""
         try:
@@ -358,6 +363,8 @@ class Grants:
             holder = None
         by = f"held by {'the reader ' if holder and holder.shared else ''}"
         by += str(holder or "an unknown holder")
+        if holder and holder.shared and shared:
+            by += ", and an exclusive holder waits for it"
         if fenced and (holder is None or holder.token is None):
             # That holder's grant isn't recorded yet: it may wait for the same transaction.
             using = self.backend.config.fence_database

@@ -236,6 +236,8 @@ class SharedContract(Contract):
         with another_thread() as second:
             waiting = second.start(self.take_when_free, name)
             wait_until(lambda: not self.may_read(thread, name), "the writer to be seen")
+            with pytest.raises(LockNotAcquired, match=r"reader .*, and an exclusive holder waits"):
+                thread.call(self.enter, name, shared=True)
             assert self.take(name, shared=True) is lease
             assert lease.release()
             assert lease.verify()
