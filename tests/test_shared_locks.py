@@ -78,6 +78,7 @@ class TestStub(SharedContract):
 
     # No other process sees it.
     test_another_process_shares_and_is_excluded = None
+    test_readers_and_writers_of_several_processes = None
     test_the_lease_of_a_dead_reader_ends_alone = None
     test_a_writer_evicts_dead_readers = None
 

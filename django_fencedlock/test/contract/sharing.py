@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,14 @@ from ...exceptions import LeaseLost, LockNotAcquired, LockUpgrade, StaleFence
 from ...lease import Lease, current_lease
 from ...ops.force_release import Outcome, force_release, held_by
 from ...ops.registry import State, listing
-from ..processes import TIMEOUT, AnotherProcess, AnotherThread, another_thread, wait_until
+from ..processes import (
+    TIMEOUT,
+    AnotherProcess,
+    AnotherThread,
+    Processes,
+    another_thread,
+    wait_until,
+)
 from . import acts
 from .base import SHORT, Contract, all_at_once
 from .dying import SOON, kill
@@ -121,6 +131,29 @@ class SharedContract(Contract):
         written = [token for token, shared in tokens if not shared]
         assert len(set(written)) == len(written)
         assert not set(written) & {token for token, shared in tokens if shared}
+
+    def test_readers_and_writers_of_several_processes(
+        self, name: str, processes: Processes
+    ) -> None:
+        with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile() as log:
+            several = [stack.enter_context(processes.borrow()) for _ in range(4)]
+            terms = (self.alias, name, 12, log.name)
+            runs = [each.start(acts.read_and_write, *terms) for each in several]
+            for run in runs:
+                run.result(TIMEOUT)
+            steps = [line.split() for line in Path(log.name).read_text().splitlines()]
+        inside: list[str] = []
+        newest = 0
+        for step, kind, number in steps:
+            if step == "out":
+                inside.remove(kind)
+                continue
+            inside.append(kind)
+            assert inside == ["writer"] or set(inside) == {"reader"}
+            assert int(number) >= newest
+            assert int(number) > newest or kind == "reader"
+            newest = int(number)
+        assert len(steps) == 4 * 12 * 2
 
     # Tokens
 
