@@ -23,7 +23,7 @@ from django_fencedlock.backends.interface import Held, Wait
 from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.manager import Service, service
 from django_fencedlock.exceptions import SettingsError
-from django_fencedlock.models import Fence
+from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.ops.force_release import Outcome
 from django_fencedlock.test import disable_locking, hold_lock, lose_lease
 from django_fencedlock.test.contract import SharedContract
@@ -39,13 +39,26 @@ class NoTokens(SharedStubBackend):
     has_tokens = False
 
 
-class WritersWait(SharedStubBackend):
+class Unfair(SharedStubBackend):
     """A reader is let in although a writer waits."""
 
     def acquire(self, claim, wait):
         if claim.shared:
             self.service.place(claim.name).waiting.clear()
         return super().acquire(claim, wait)
+
+
+class NoExclusion(SharedStubBackend):
+    """A reader is let in beside a writer."""
+
+    def acquire(self, claim, wait):
+        place, kept = self.service.place(claim.name), {}
+        if claim.shared:
+            kept, place.holders = place.holders, {}
+        try:
+            return super().acquire(claim, wait)
+        finally:
+            place.holders = {**kept, **place.holders}
 
 
 @pytest.fixture(autouse=True)
@@ -332,7 +345,7 @@ def test_a_dead_reader_is_evicted_and_the_next_one_is_looked_at(make, stub, monk
 
 @real
 def test_the_contract_finds_a_backend_that_starves_writers(stub, monkeypatch):
-    with on(WritersWait):
+    with on(Unfair):
         case = TestStub()
         monkeypatch.setattr(TestStub, "slack", 0.7)
         with pytest.raises(LockNotAcquired):
@@ -443,3 +456,22 @@ def test_a_test_loses_a_shared_lease():
         lose_lease(lease)
         assert lease.lost
     assert fence()[0] == lease.token + 1
+
+
+@real
+@pytest.mark.usefixtures("on_stub")
+def test_a_reader_whose_row_is_missing_is_not_overtaken():
+    lease = lock("x", shared=True).acquire()
+    HeldLock.objects.all().delete()
+    keeper = service("default").keeper
+    assert keeper.compare([lease]) == []
+    assert HeldLock.objects.get().owner == lease.owner_id
+    HeldLock.objects.all().delete()
+    Fence.objects.update(token=2, owner="a writer")
+    assert keeper.compare([lease]) == [lease]
+
+
+@real
+def test_the_contract_finds_readers_beside_a_writer():
+    with on(NoExclusion), pytest.raises(AssertionError):
+        TestStub().test_readers_and_writers_of_eight_threads("x")

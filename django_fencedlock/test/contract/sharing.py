@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import transaction
 
 from ...exceptions import LeaseLost, LockNotAcquired, LockUpgrade, StaleFence
 from ...lease import Lease, current_lease
@@ -241,6 +242,18 @@ class SharedContract(Contract):
         writer = waiting.result(TIMEOUT)
         assert writer.token > reader.token
         thread.call(writer.release)
+
+    def test_a_reader_is_granted_inside_a_transaction(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        if self.one_writer:
+            pytest.skip("SQLite's file is locked.")
+        with transaction.atomic(using=self.database):
+            with self.lock(name, shared=True) as lease:
+                assert lease.verify()
+            # It is released at the end of the transaction.
+            assert not self.is_free_for(thread, name)
+        assert self.is_free_for(thread, name)
 
     # Entering again
 
