@@ -27,6 +27,7 @@ from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.ops.force_release import Outcome
 from django_fencedlock.test import disable_locking, hold_lock, lose_lease
 from django_fencedlock.test.contract import SharedContract
+from django_fencedlock.test.processes import another_thread
 from tests.backends import ETCD
 from tests.models import Invoice
 from tests.shared_stub import SharedStubBackend, SharedStubService
@@ -148,7 +149,7 @@ def test_a_reader_reads_the_fence_before_it_asks_the_service(make, stub, monkeyp
         return held
 
     monkeypatch.setattr(former.backend, "verify", then_overtaken)
-    assert former._confirm(claim, granted) is None
+    assert former.confirm(claim, granted) is None
     assert fence() == (1, writers[0].owner)
 
 
@@ -232,7 +233,7 @@ def test_a_writer_that_expired_while_it_was_recorded_is_no_grant_beside_a_reader
     monkeypatch.setattr(step.fences, "record", then_late)
     claim = claim_of(False)
     granted = step.backend.acquire(claim, Wait())
-    assert step._confirm(claim, granted) is None
+    assert step.confirm(claim, granted) is None
     assert other.backend.verify(readers[0])
 
 
@@ -387,7 +388,7 @@ def test_a_forced_release_begins_again_if_a_late_grant_was_recorded(monkeypatch)
     assert force_release("x", by="the boss").done
     assert len(asked) == 2
     assert fence() == (4, "")
-    assert service("default").grants._confirm(claim, granted) is None
+    assert service("default").grants.confirm(claim, granted) is None
 
 
 @real
@@ -473,5 +474,14 @@ def test_a_reader_whose_row_is_missing_is_not_overtaken():
 
 @real
 def test_the_contract_finds_readers_beside_a_writer():
-    with on(NoExclusion), pytest.raises(AssertionError):
-        TestStub().test_readers_and_writers_of_eight_threads("x")
+    with on(NoExclusion), another_thread() as thread, pytest.raises(AssertionError):
+        TestStub().test_a_writer_excludes_readers("x", thread)
+
+
+@real
+def test_a_writer_whose_fence_was_raised_hears_of_no_reader():
+    with lock("x") as lease:
+        Fence.objects.update(token=5, owner="")
+        with pytest.raises(StaleFence) as caught, lease.atomic():
+            pass
+        assert "reader" not in str(caught.value)

@@ -184,7 +184,7 @@ def _held(
         with contextlib.nullcontext() if let_wait else _fail_at_once(control, name):
             yield lease
     finally:
-        control.release(lease, other)
+        control.release([lease], other)
 
 
 @contextlib.contextmanager
