@@ -17,9 +17,9 @@ from .dialect import (
     COLUMNS,
     FENCE,
     HELD,
-    KEY,
     LOCK_WAIT,
     TIME_COLUMNS,
+    UPDATED,
     Claimed,
     Entry,
     Newest,
@@ -54,9 +54,7 @@ TYPES = {
 }
 VALUES = ", ".join(f"%({column})s::{TYPES.get(column, 'text')}" for column in COLUMNS)
 TIMES = "c.now, c.now, c.now + %(ttl)s * interval '1 second'"
-SET_ALL = ", ".join(
-    f"{column} = EXCLUDED.{column}" for column in (*COLUMNS[len(KEY) :], *TIME_COLUMNS)
-)
+SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in UPDATED)
 INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join((*COLUMNS, *TIME_COLUMNS))})"
 
 # A request may reach the server twice, the second time when its holder is at work already: with a
@@ -82,6 +80,8 @@ INSERT INTO {FENCE} AS f (name, token, owner) SELECT h.name, 1, h.owner FROM h
 ON CONFLICT (name) DO UPDATE SET {DRAW}, owner = EXCLUDED.owner
 RETURNING f.token
 """
+# Never a reader's: two parameters less.
+CLAIM = CLAIM.replace("%(slot)s::text", "''").replace("%(fence_owner)s", "%(owner)s")
 
 ENTER = f"WITH {LIMITS} {_CLAIM_ROW}"
 
