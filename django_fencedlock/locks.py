@@ -67,9 +67,14 @@ class Lock(Acquiring, Generic[L]):
             BLOCKING_TIMEOUT.
         backend: The alias in ``FENCEDLOCK``.
         fenced: False for a lock that only saves work: no token, and no record in the database.
+        shared: True for a reader's lock: readers share it, and exclude only an exclusive holder. A
+            waiting exclusive holder stops new readers. Its lease covers no write of a fenced row.
         required: False for a block that runs without the lock, with None as its lease, if another
             holder has it. Else ``with`` raises `LockNotAcquired`.
     """
+
+    #: repr() shows it, also of an object whose __init__() has failed.
+    shared = False
 
     @overload
     def __init__(
@@ -80,6 +85,7 @@ class Lock(Acquiring, Generic[L]):
         blocking_timeout: Duration | Unset | None = ...,
         backend: str = ...,
         fenced: bool = ...,
+        shared: bool = ...,
         required: Literal[True] = ...,
     ) -> None: ...
     @overload
@@ -91,6 +97,7 @@ class Lock(Acquiring, Generic[L]):
         blocking_timeout: Duration | Unset | None = ...,
         backend: str = ...,
         fenced: bool = ...,
+        shared: bool = ...,
         required: bool,
     ) -> None: ...
     def __init__(
@@ -101,6 +108,7 @@ class Lock(Acquiring, Generic[L]):
         blocking_timeout: Duration | Unset | None = UNSET,
         backend: str = conf.DEFAULT_ALIAS,
         fenced: bool = True,
+        shared: bool = False,
         required: bool = True,
         # A type checker rejects any other argument; at run time the error names it.
         **unknown: Never,
@@ -114,6 +122,7 @@ class Lock(Acquiring, Generic[L]):
             _forbid_bare(name)
         self.name = _validate(name) if type(name) is str else names.validate(name)
         super().__init__(ttl, blocking_timeout, backend, fenced, required)
+        self.shared = shared
 
     def acquire(
         self,
@@ -176,7 +185,8 @@ class Lock(Acquiring, Generic[L]):
                 enter(lease)
             elif self.required:
                 waited = clock() - wait.since
-                raise control.grants.refusal(self.name, waited, self.fenced, wait.held)
+                held, shared = wait.held, self.shared
+                raise control.grants.refusal(self.name, waited, self.fenced, held, shared)
             self._entered.append((block, lease or OfHolder(who)))
             return cast(L, lease)
         except FencedLockError:
@@ -192,7 +202,9 @@ class Lock(Acquiring, Generic[L]):
         lease = await self._aacquire(claim, who, wait)
         if lease is None and self.required:
             waited = clock() - wait.since
-            refusal = functools.partial(self._service.grants.refusal, held=wait.held)
+            refusal = functools.partial(
+                self._service.grants.refusal, held=wait.held, shared=self.shared
+            )
             found = self._service.in_thread(refusal, self.name, waited, self.fenced, kind=aio.TRY)
             raise await found
         self._entered.append((block, lease or OfHolder(who)))
@@ -228,7 +240,8 @@ class Lock(Acquiring, Generic[L]):
         return cast(F, run)
 
     def __repr__(self) -> str:
-        return f"lock({self.name!r}, backend={self.backend!r})"
+        shared = ", shared=True" if self.shared else ""
+        return f"lock({self.name!r}, backend={self.backend!r}{shared})"
 
     if not TYPE_CHECKING:
 
@@ -273,7 +286,8 @@ class Lock(Acquiring, Generic[L]):
     ) -> tuple[Claim, LocalHolder, Wait]:
         """Return a new claim of the code that runs here, its holder, and how long it waits."""
         wait = self._wait(control, blocking, blocking_timeout, cancel)
-        claim = new_claim(self.name, self._ttl or control.config.ttl, self.fenced)
+        ttl = self._ttl or control.config.ttl
+        claim = new_claim(self.name, ttl, self.fenced, shared=self.shared)
         return claim, current_holder(), wait
 
     async def _aacquire(self, claim: Claim, who: LocalHolder, wait: Wait) -> Lease | None:
@@ -309,7 +323,7 @@ def _unknown_argument(method: str, known: Sequence[str], given: str, *more: str)
     return TypeError(f"{method}() has no argument {given}. {hint}")
 
 
-_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "required")
+_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "shared", "required")
 
 
 def _about_attribute(name: str, given: str) -> str:

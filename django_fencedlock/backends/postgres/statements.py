@@ -24,7 +24,7 @@ h AS (
     {INTO_HELD}
     SELECT {VALUES}, {TIMES}
     FROM l CROSS JOIN LATERAL (SELECT clock_timestamp() AS now WHERE l.ok) c
-    ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+    ON CONFLICT (name, slot) DO UPDATE SET {SET_ALL}
     WHERE h.expires_at <= clock_timestamp()
     OR (h.alias = EXCLUDED.alias AND h.backend = EXCLUDED.backend)
     RETURNING h.name, h.owner),
@@ -108,11 +108,11 @@ w AS MATERIALIZED (
     LEFT JOIN locks k ON k.key = w.key AND k.pid = pg_backend_pid() AND k.granted
     LEFT JOIN {FORCED} r ON r.owner = w.owner),
 p AS MATERIALIZED (
-    SELECT h.name, w.ttl FROM {HELD} h JOIN w ON h.name = w.name AND h.owner = w.owner
+    SELECT h.id, w.ttl FROM {HELD} h JOIN w ON h.name = w.name AND h.owner = w.owner
     WHERE w.held AND NOT w.forced FOR UPDATE OF h SKIP LOCKED),
 u AS (
     UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
-    FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
+    FROM p, (SELECT clock_timestamp() AS now) c WHERE h.id = p.id
     RETURNING h.owner)
 SELECT w.owner, w.held, u.owner IS NOT NULL, x.owner IS NOT NULL AND NOT w.forced, w.forced
 FROM w LEFT JOIN u ON u.owner = w.owner

@@ -51,8 +51,16 @@ def hammer(alias: str, name: str, threads: int, seconds: float) -> tuple[int, in
 _held: dict[str, Lease] = {}
 
 
-def hold(alias: str, name: str, wait: float = 0.0, ttl: float = LONG, fenced: bool = True) -> int:
-    lease = lock(name, ttl=ttl, backend=alias, fenced=fenced).acquire(blocking_timeout=wait)
+def hold(
+    alias: str,
+    name: str,
+    wait: float = 0.0,
+    ttl: float = LONG,
+    fenced: bool = True,
+    shared: bool = False,
+) -> int:
+    found = lock(name, ttl=ttl, backend=alias, fenced=fenced, shared=shared)
+    lease = found.acquire(blocking_timeout=wait)
     assert lease is not None, f"Lock {name!r} isn't free."
     _held[name] = lease
     return lease.token if fenced else 0
@@ -83,6 +91,16 @@ def take_turns(alias: str, name: str, times: int, log: str) -> None:
         with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT) as lease:
             _note(log, f"in {lease.token}")
             _note(log, f"out {lease.token}")
+
+
+def read_and_write(alias: str, name: str, times: int, log: str) -> None:
+    """Acquire the lock, mostly as a reader; note each grant, its kind and its token."""
+    for _ in range(times):
+        shared = random.random() < 0.7
+        with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT, shared=shared) as lease:
+            kind = "reader" if shared else "writer"
+            _note(log, f"in {kind} {lease.token}")
+            _note(log, f"out {kind} {lease.token}")
 
 
 def note_when_served(alias: str, name: str, place: int, log: str) -> None:
