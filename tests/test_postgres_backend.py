@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -115,6 +115,26 @@ def waits(backend, name, seconds=20.0, **terms):
     return grant(sent, answer)
 
 
+def take_all(backend, claims):
+    answer = backend.acquire_all(claims)
+    assert isinstance(answer, list), answer
+    return [grant(*each) for each in zip(claims, answer, strict=True)]
+
+
+def anew(claims):
+    """Return claims of the same locks by other owners."""
+    return [claim(each.name, fenced=each.fenced) for each in claims]
+
+
+def names(claims):
+    return {each.name for each in claims}
+
+
+def held_names(claims):
+    rows = HeldLock.objects.using(ALIAS).filter(name__in=names(claims))
+    return set(rows.values_list("name", flat=True))
+
+
 def row_of(name):
     return HeldLock.objects.using(ALIAS).filter(name=name)
 
@@ -137,7 +157,7 @@ def waiting(postgres, count):
 
 
 def queued(backend, name, count):
-    queues, key = backend._local._queues, backend._key(name)
+    queues, key = backend._local._queues, backend._requests.key(name)
     wait_until(lambda: len(queues.get(key, ())) == count, f"{count} queued threads")
 
 
@@ -256,7 +276,7 @@ class TestGrants:
             assert held.session_pid
 
     def test_only_advisory_locks_of_this_database_count(self, postgres, backend, name, threads):
-        key = backend._key(name)
+        key = backend._requests.key(name)
         low = key & 0xFFFFFFFF
         with postgres.connect() as elsewhere, in_database(postgres) as here:
             elsewhere.execute("SELECT pg_advisory_lock(%s)", [key])
@@ -288,6 +308,185 @@ class TestGrants:
         with pytest.raises(BackendUnavailable, match="read-only"):
             backend.acquire(claim(name), Wait())
         assert not peer.holders([name])
+
+
+@pytest.fixture
+def claims(name):
+    return [claim(f"{name}:{number}") for number in range(3)]
+
+
+class TestSets:
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_a_set_is_taken_refused_and_released_by_one_statement_each(
+        self, postgres, backend, peer, claims, fenced
+    ):
+        claims = [each._replace(fenced=fenced) for each in claims]
+        for each in (backend, peer):
+            each.release_all(take_all(each, claims))
+        with postgres.statements() as counted:
+            taken = take_all(backend, claims)
+            if fenced:
+                assert peer.acquire_all(anew(claims)).keys() == names(claims)
+            assert backend.release_all(taken) == [True] * 3
+        assert sum(counted.values()) == 2 + fenced, counted
+        assert [each.token for each in taken] == [3 if fenced else None] * 3
+        assert not held_names(claims)
+
+    def test_each_lock_of_a_set_is_recorded(self, backend, claims):
+        taken = take_all(backend, claims)
+        assert backend.renew(taken) == [Renewal.KEPT] * 3
+        for each in taken:
+            row = row_of(each.name).get()
+            assert (row.owner, row.token, row.pid) == (each.owner, each.token, os.getpid())
+            assert row.session_key == backend._requests.key(each.name)
+        assert backend.release_all([each._replace(handle=None) for each in taken]) == [True] * 3
+        assert backend.release_all([]) == []
+
+    def test_a_refusal_names_the_holder_of_each_lock_and_changes_nothing(
+        self, backend, peer, claims
+    ):
+        peer.release_all(take_all(peer, claims))
+        first = take(peer, claim(claims[0].name))
+        last = take(peer, claim(claims[2].name, fenced=False))
+        refused = backend.acquire_all(claims)
+        assert refused[first.name].owner == first.owner
+        assert f"pid {os.getpid()}" in refused[last.name].identity
+        assert refused.keys() == {first.name, last.name}
+        # One of this process excludes as well.
+        mine = take(backend, claim(claims[1].name))
+        assert backend.acquire_all(claims).keys() == {mine.name}
+        assert held_names(claims) == {first.name, mine.name}
+        assert len(backend._local.by_key) == 1
+        peer.release_all([first, last])
+        backend.release(mine)
+        assert [each.token for each in take_all(peer, claims)] == [3, 3, 2]
+
+    def test_locks_that_the_owners_had_before_go_as_well(self, backend, peer, claims):
+        take(peer, claims[2])
+        take(backend, claims[0])
+        assert backend.acquire_all(anew(claims[:2]) + claims[2:]).keys() == {claims[0].name}
+        assert backend.acquire_all(claims[:2] + anew(claims[2:])).keys() == {claims[2].name}
+        assert not backend._local.by_key
+        assert held_names(claims) == {claims[2].name}
+
+    @pytest.mark.parametrize("other", [{"alias": "other"}, {"backend": "redis"}])
+    def test_a_name_that_is_live_elsewhere_refuses_the_set(self, backend, peer, claims, other):
+        before = take(peer, claims[1])
+        row_of(before.name).update(**other)
+        end_sessions(peer)
+        wait_until(lambda: not backend.holders([before.name]), "the end of the session")
+        refused = backend.acquire_all(anew(claims))
+        row = row_of(before.name).get()
+        assert {name: (held.alias, held.label, held.owner) for name, held in refused.items()} == {
+            before.name: (row.alias, row.backend, row.owner)
+        }
+        assert not backend._local.by_key
+        assert not backend.holders(names(claims))
+        assert held_names(claims) == {before.name}
+
+    def test_a_pinned_fence_refuses_the_set_and_holds_nothing(
+        self, postgres, backend, peer, claims
+    ):
+        peer.release_all(take_all(peer, claims))
+        table = Fence._meta.db_table
+        with in_database(postgres) as writer:
+            writer.execute("BEGIN")
+            writer.execute(f"SELECT 1 FROM {table} WHERE name = %s FOR SHARE", [claims[1].name])
+            assert backend.acquire_all(claims) == dict.fromkeys(names(claims), Held())
+            assert not backend.holders(names(claims))
+            taken = take_all(backend, [claims[0], claims[2]])
+            assert [each.token for each in taken] == [2, 2]
+
+    def test_a_read_only_server_is_no_grant_and_no_lock(self, backend, peer, claims):
+        read_only = "SELECT set_config('default_transaction_read_only', 'on', false)"
+        backend._local.ask(lambda: backend._local.session(30.0).all(read_only, {}))
+        with pytest.raises(BackendUnavailable, match="read-only"):
+            backend.acquire_all(claims)
+        assert not peer.holders(names(claims))
+
+    def test_a_set_whose_caller_has_left_is_released(self, backend, claims, threads):
+        go_on = threading.Event()
+        send = backend._requests._send
+
+        def slowly(*given):
+            answers = send(*given)
+            assert go_on.wait(20)
+            return answers
+
+        backend._requests._send = slowly
+        backend._local._timeout = 0.1
+        with pytest.raises(BackendUnavailable, match="no answer"):
+            backend.acquire_all(claims)
+        backend._local._timeout = 20
+        assert backend._local.by_key
+        go_on.set()
+        wait_until(lambda: not backend._local.by_key, "the release")
+        assert not backend.holders(names(claims))
+
+    def test_a_lock_that_was_waited_for_is_released_with_the_others(
+        self, postgres, backend, peer, claims, threads
+    ):
+        before = take(peer, claims[0])
+        asked = threads(waits, backend, before.name)
+        waiting(postgres, 1)
+        peer.release(before)
+        taken = [asked.result(20), *take_all(backend, claims[1:])]
+        with postgres.statements() as counted:
+            assert backend.release_all(taken) == [True] * 3
+        assert sum(counted.values()) == 2
+        assert len(idle(backend)) == 1
+
+    def test_a_session_that_fails_keeps_no_locks_of_others(
+        self, postgres, backend, peer, claims, threads, name
+    ):
+        taken = take_all(backend, claims)
+        other = take(backend, claim(name, fenced=False))
+        drop = f"SELECT 1 FROM {HeldLock._meta.db_table} FOR UPDATE"
+        with in_database(postgres) as writer:
+            writer.execute("BEGIN")
+            writer.execute(drop)
+            # The rows stay, and the keys are free.
+            assert backend.release_all([*taken, other]) == [True] * 4
+        assert not backend.holders([*names(claims), name])
+        taken = [*take_all(backend, claims), take(backend, claim(name, ttl=7))]
+        terminate(postgres, taken[0])
+        assert backend.release_all(taken) == [False] * 3 + [True]
+
+    def test_a_set_counts_as_many_locks(self, make, claims):
+        backend = make(MAX_LOCKS=2)
+        with pytest.raises(BackendUnavailable, match=r"the 2 that .*MAX_LOCKS"):
+            backend.acquire_all(claims)
+        assert take_all(backend, claims[1:])
+
+    @pytest.mark.slow
+    def test_two_processes_with_sets_that_overlap_never_hold_a_name_both(self, make, name, threads):
+        wanted = [f"{name}:{number}" for number in range(8)]
+        inside, overlaps, count = Counter(), [], Counter()
+
+        def work(backend, seed):
+            draw = random.Random(seed)
+            while count[seed] < 100:
+                mine = sorted(draw.sample(wanted, 3))
+                sent = [claim(each) for each in mine]
+                answer = backend.acquire_all(sent)
+                if isinstance(answer, dict):
+                    assert answer
+                    continue
+                for each in mine:
+                    inside[each] += 1
+                    overlaps.extend([each] * (inside[each] != 1))
+                count[seed] += 1
+                for each in mine:
+                    inside[each] -= 1
+                grants = [grant(*each) for each in zip(sent, answer, strict=True)]
+                assert backend.release_all(grants) == [True] * 3
+
+        backends = [make(), make()]
+        runs = [threads(work, backends[seed % 2], seed) for seed in range(6)]
+        for run in runs:
+            run.result(120)
+        assert not overlaps
+        assert not backends[0].holders(wanted)
 
 
 class TestRenewals:
@@ -326,13 +525,13 @@ class TestRenewals:
     def test_a_key_that_another_session_has_or_that_was_released_by_force_is_lost(
         self, backend, peer, name, fenced, by_force
     ):
-        taken, key = take(backend, claim(name, fenced=fenced)), backend._key(name)
+        taken, key = take(backend, claim(name, fenced=fenced)), backend._requests.key(name)
         assert backend.renew([taken]) == [Renewal.KEPT]
         if by_force:
             facts = {"owner": taken.owner, "name": name, "released_by": "x"}
             ForcedRelease.objects.using(ALIAS).create(released_at=timezone.now(), **facts)
         else:
-            backend._local.ask(lambda: taken.handle.session.unlock(key))
+            backend._local.ask(lambda: taken.handle.session.unlock([key]))
             take(peer, claim(name, fenced=False))
         assert not backend.verify(taken)
         assert backend.renew([taken]) == [Renewal.LOST]
@@ -536,6 +735,8 @@ class TestLosses:
 
         with pytest.raises(BackendUnavailable, match="max_locks_per_transaction"):
             fill()
+        with pytest.raises(BackendUnavailable, match="max_locks_per_transaction"):
+            backend.acquire_all([claim(f"{name}:{each}", fenced=False) for each in "abcdefghij"])
         assert len(backend._local.by_key) == len(held)
         assert backend.release(held.pop())
         assert backend.release(held.pop())
@@ -756,7 +957,7 @@ class TestInterrupts:
     def test_a_release_follows_the_claim_of_an_interrupted_caller(self, backend, name, threads):
         sent, go_on = claim(name), threading.Event()
         backend._local.submit(lambda: go_on.wait(20))
-        claims = partial(backend._try_on_session, sent, backend._key(name))
+        claims = partial(backend._requests.acquire, sent, backend._requests.key(name))
         backend._local.submit(claims, first=False)
         released = threads(backend.release, Grant(name, sent.owner))
         wait_until(lambda: len(backend._local._jobs) == 2, "the release")

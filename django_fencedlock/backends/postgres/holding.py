@@ -65,7 +65,7 @@ class SessionLocks:
     """
 
     def __init__(self, route: str, timeout: float) -> None:
-        self._route, self._timeout = route, timeout
+        self.route, self._timeout = route, timeout
         self._worker = runtime.Worker("fencedlock-postgres")
         self._reset()
         forks.register(self)
@@ -190,7 +190,7 @@ class SessionLocks:
             return [*self._sessions]
 
     def _open(self, ttl: float | None) -> Session:
-        session = open_session(self._route, self._timeout, ttl)
+        session = open_session(self.route, self._timeout, ttl)
         with self._mutex:
             self._sessions.add(session)
         return session

@@ -22,8 +22,8 @@ _IDLE = "set_config('idle_session_timeout', %(idle)s, false)"
 _RECORD = f"""
 h AS (
     {INTO_HELD}
-    SELECT {VALUES}, {TIMES}
-    FROM l CROSS JOIN LATERAL (SELECT clock_timestamp() AS now WHERE l.ok) c
+    SELECT {{values}}, {TIMES}
+    FROM l CROSS JOIN LATERAL (SELECT clock_timestamp() AS now WHERE {{ok}}) c
     ON CONFLICT (name) DO UPDATE SET {SET_ALL}
     WHERE h.expires_at <= clock_timestamp()
     OR (h.alias = EXCLUDED.alias AND h.backend = EXCLUDED.backend)
@@ -31,7 +31,7 @@ h AS (
 f AS (
     INSERT INTO {FENCE} AS f (name, token, owner) SELECT h.name, 1, h.owner FROM h
     ON CONFLICT (name) DO UPDATE SET token = f.token + 1, owner = EXCLUDED.owner
-    RETURNING f.token)
+    RETURNING f.name, f.token)
 """
 
 _TRY_KEY = "l AS MATERIALIZED (SELECT pg_try_advisory_lock(%(session_key)s::bigint) AS ok)"
@@ -55,7 +55,7 @@ HOLDER += f"(SELECT f.token FROM {FENCE} f WHERE f.name = h.name AND f.owner = h
 # service; the server process. Without a grant, a fenced one also returns the row of the name.
 _GRANTED = f"pg_backend_pid(), CASE WHEN l.ok THEN {_IDLE} END"
 _UNFENCED = f"SELECT l.ok, NULL::bigint, {_GRANTED} FROM l"
-_FENCED = f"""{_RECORD}
+_FENCED = f"""{_RECORD.format(values=VALUES, ok="l.ok")}
 SELECT l.ok, (SELECT f.token FROM f), {_GRANTED}, x.* FROM l LEFT JOIN LATERAL (
     SELECT {HOLDER} FROM {HELD} h WHERE h.name = %(name)s::text
     AND (NOT l.ok OR NOT EXISTS (SELECT 1 FROM f))) x ON true
@@ -63,8 +63,36 @@ SELECT l.ok, (SELECT f.token FROM f), {_GRANTED}, x.* FROM l LEFT JOIN LATERAL (
 TRY, TRY_UNFENCED = f"WITH {_TRY_KEY}, {_FENCED}", f"WITH {_TRY_KEY} {_UNFENCED}"
 WAIT, WAIT_UNFENCED = f"WITH {_WAIT_FOR_KEY}, {_FENCED}", f"WITH {_WAIT_FOR_KEY} {_UNFENCED}"
 
-#: False if the session didn't hold the key; the server only adds a warning.
-UNLOCK = "SELECT pg_advisory_unlock(%(key)s::bigint)"
+# The arrays are hidden from the planner: it would plan each statement again for their lengths,
+# which takes four times as long as the rest.
+_MANY = """unnest((SELECT %(names)s::text[]), (SELECT %(owners)s::text[]),
+    (SELECT %(keys)s::bigint[])) WITH ORDINALITY AS n(name, owner, session_key, place)"""
+_TRY_KEYS = f"""
+l AS MATERIALIZED (SELECT n.*, pg_try_advisory_lock(n.session_key) AS ok FROM {_MANY}),
+a AS MATERIALIZED (SELECT bool_and(l.ok) AS ok FROM l)
+"""
+_EACH = VALUES
+for _column, _type in (("name", "text"), ("owner", "text"), ("session_key", "bigint")):
+    _EACH = _EACH.replace(f"%({_column})s::{_type}", f"l.{_column}")
+_ALL_GRANTED = f"""pg_backend_pid(), CASE WHEN a.ok THEN {_IDLE}
+    WHEN l.ok THEN pg_advisory_unlock(l.session_key)::text END"""
+
+#: Claim all or none: a row for each, in their order, as a single claim has it.
+TRY_ALL = f"""
+WITH {_TRY_KEYS}, {_RECORD.format(values=_EACH, ok="(SELECT a.ok FROM a)")}
+SELECT l.ok, f.token, {_ALL_GRANTED}, x.*
+FROM l CROSS JOIN a LEFT JOIN f ON f.name = l.name LEFT JOIN LATERAL (
+    SELECT {HOLDER} FROM {HELD} h
+    WHERE h.name = l.name AND NOT (l.ok AND (f.token IS NOT NULL OR NOT a.ok))) x ON true
+ORDER BY l.place
+"""
+TRY_ALL_UNFENCED = f"""
+WITH {_TRY_KEYS} SELECT l.ok, NULL::bigint, {_ALL_GRANTED} FROM l CROSS JOIN a ORDER BY l.place
+"""
+
+# False if the session didn't hold the key; the server only adds a warning.
+_UNLOCK = "SELECT pg_advisory_unlock(%(key)s::bigint)"
+UNLOCK_ALL = "SELECT pg_advisory_unlock(k.key) FROM unnest(%(keys)s::bigint[]) AS k(key)"
 
 # Each release returns: whether the session held the key; whether the lock was released by force.
 # The key may be free before the row is deleted: the row is deleted by its owner.
@@ -72,9 +100,21 @@ _FORCED = IS_FORCED.format(owner="%(owner)s")
 RELEASE = f"""
 WITH {LAZY_LIMITS},
 d AS (DELETE FROM {HELD} h USING s WHERE h.name = %(name)s AND h.owner = %(owner)s)
-{UNLOCK}, {_FORCED}, {_IDLE}
+{_UNLOCK}, {_FORCED}, {_IDLE}
 """
-RELEASE_UNFENCED = f"{UNLOCK}, false, {_IDLE}"
+RELEASE_UNFENCED = f"{_UNLOCK}, false, {_IDLE}"
+
+#: The same of many: a row for each, in their order.
+RELEASE_ALL = f"""
+WITH {LAZY_LIMITS},
+l AS MATERIALIZED (SELECT n.* FROM s, {_MANY}),
+d AS (DELETE FROM {HELD} h USING l WHERE h.name = l.name AND h.owner = l.owner)
+SELECT pg_advisory_unlock(l.session_key), {IS_FORCED.format(owner="l.owner")}, {_IDLE} FROM l
+ORDER BY l.place
+"""
+RELEASE_ALL_UNFENCED = f"""
+SELECT pg_advisory_unlock(n.session_key), false, {_IDLE} FROM {_MANY} ORDER BY n.place
+"""
 
 # Clear the row of an owner whose session is gone, or end that session: a child that a dead process
 # forked keeps it open.
