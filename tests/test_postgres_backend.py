@@ -609,6 +609,16 @@ class TestWaiting:
         assert not peer.holders([name])
         assert len(idle(backend)) == 1
 
+    def test_short_waits_one_after_the_other_use_one_session(
+        self, postgres, backend, peer, name, taken
+    ):
+        other = take(peer, claim(f"{name}:other"))
+        assert refused(backend, name, 0.1)
+        before = sorted(sessions(postgres))
+        for each in (other.name, name, other.name):
+            assert refused(backend, each, 0.1)
+        assert sorted(sessions(postgres)) == before
+
     @pytest.mark.parametrize("fenced", [True, False])
     def test_a_lease_counts_from_before_the_wait(
         self, postgres, backend, peer, name, threads, fenced
