@@ -9,12 +9,15 @@ from datetime import UTC, timedelta
 import pytest
 from django.db import Error, connections, transaction
 
-from django_fencedlock.backends.interface import Grant
+from django_fencedlock import conf
+from django_fencedlock.backends.database import DatabaseBackend
+from django_fencedlock.backends.interface import Claim, Grant, Wait, grant_of
 from django_fencedlock.core.identity import new_owner
+from django_fencedlock.models import HeldLock
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage import postgresql
 from django_fencedlock.storage.connections import private
-from django_fencedlock.storage.dialect import Entry
+from django_fencedlock.storage.dialect import Entry, entry_of
 from django_fencedlock.storage.vendors import LEDGERS
 from tests.servers.process import wait_until
 
@@ -134,6 +137,19 @@ def test_nothing_is_recorded_of_a_name_live_at_another_service(connection, entry
     assert newest(connection) == (1, first.owner.id)
     expire(connection)
     assert record(connection, second, 9)
+
+
+@pytest.mark.parametrize("permits", [None, 5])
+def test_the_row_has_the_number_of_permits(connection, permits):
+    backend = DatabaseBackend(replace(conf.config("default"), fence_database=connection.alias))
+    owner = new_owner()
+    sent = Claim(NAME, owner.id, 30.0, owner.identity, permits=permits)
+    granted = backend.acquire(sent, Wait())
+    rows = HeldLock.objects.using(connection.alias)
+    assert rows.get().permits == permits
+    backend.release(grant_of(sent, granted))
+    assert record(connection, entry_of(grant_of(sent), "default", "redis"), 9)
+    assert rows.get().permits == permits
 
 
 def test_a_renewal_by_another_owner_renews_nothing(connection, entry):

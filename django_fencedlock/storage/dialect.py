@@ -46,16 +46,17 @@ class Entry:
     session_pid: int | None = None
     session_started: datetime | None = None
     session_key: int | None = None
+    permits: int | None = None
 
     def values(self) -> dict[str, Any]:
         """The values of `COLUMNS`, by column."""
         lock = (self.name, self.alias, self.backend, self.fenced)
         session = (self.session_pid, self.session_started, self.session_key)
-        return dict(zip(COLUMNS, (*lock, *self.owner, *session), strict=True))
+        return dict(zip(COLUMNS, (*lock, *self.owner, *session, self.permits), strict=True))
 
 
 _LOCK = ("name", "alias", "backend", "fenced", "owner", *Owner._fields[1:])
-COLUMNS = (*_LOCK, "session_pid", "session_started", "session_key")
+COLUMNS = (*_LOCK, "session_pid", "session_started", "session_key", "permits")
 TIME_COLUMNS = ("acquired_at", "renewed_at", "expires_at")
 CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
 VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
@@ -97,7 +98,7 @@ class Row(NamedTuple):
 def entry_of(claim: Claimed, alias: str, label: str) -> Entry:
     """Return the row of the registry that a claim's grant has."""
     owner = Owner.read(claim.owner, claim.identity)
-    return Entry(claim.name, alias, label, owner, claim.ttl, claim.fenced)
+    return Entry(claim.name, alias, label, owner, claim.ttl, claim.fenced, permits=claim.permits)
 
 
 def machine_time() -> datetime:

@@ -41,6 +41,7 @@ TYPES = {
     "session_pid": "bigint",
     "session_started": "timestamptz",
     "session_key": "bigint",
+    "permits": "integer",
     "token": "bigint",
     "ttl": "double precision",
 }

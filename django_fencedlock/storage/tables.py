@@ -126,6 +126,8 @@ class HeldLock(_Named):
     session_pid = models.BigIntegerField(null=True)
     session_started = UTCDateTimeField(null=True)
     session_key = models.BigIntegerField(null=True)
+    # Of a permit: how many its name has. Null for any other lock.
+    permits = models.IntegerField(_("permits"), null=True)
 
     objects = HeldLockManager()
 

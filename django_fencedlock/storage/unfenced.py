@@ -66,6 +66,7 @@ def write(database: str, items: list[tuple[Lease, str]]) -> None:
         if is_held:
             session = getattr(lease.grant.handle, "session_columns", {})
             owner = Owner.read(lease.owner_id, lease.grant.identity)
+            session = {**session, "permits": lease.grant.permits}
             entry = Entry(lease.name, lease.alias, label, owner, lease.ttl, False, **session)
             new.append(
                 rows.model(

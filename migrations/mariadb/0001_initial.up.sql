@@ -11,7 +11,7 @@ CREATE TABLE `django_fencedlock_forcedrelease` (`owner` varchar(32) COLLATE `utf
 --
 -- Create model HeldLock
 --
-CREATE TABLE `django_fencedlock_heldlock` (`name` varchar(200) COLLATE `utf8mb4_nopad_bin` NOT NULL PRIMARY KEY, `alias` varchar(100) NOT NULL, `backend` varchar(30) NOT NULL, `owner` varchar(32) NOT NULL, `fenced` bool NOT NULL, `host` varchar(100) NOT NULL, `boot_id` varchar(40) NOT NULL, `pid_namespace` varchar(40) NOT NULL, `pid` bigint NOT NULL, `pid_started` bigint NOT NULL, `thread` varchar(100) NOT NULL, `task_name` varchar(200) NOT NULL, `task_id` varchar(100) NOT NULL, `acquired_at` datetime(6) NOT NULL, `renewed_at` datetime(6) NOT NULL, `expires_at` datetime(6) NOT NULL, `session_pid` bigint NULL, `session_started` datetime(6) NULL, `session_key` bigint NULL);
+CREATE TABLE `django_fencedlock_heldlock` (`name` varchar(200) COLLATE `utf8mb4_nopad_bin` NOT NULL PRIMARY KEY, `alias` varchar(100) NOT NULL, `backend` varchar(30) NOT NULL, `owner` varchar(32) NOT NULL, `fenced` bool NOT NULL, `host` varchar(100) NOT NULL, `boot_id` varchar(40) NOT NULL, `pid_namespace` varchar(40) NOT NULL, `pid` bigint NOT NULL, `pid_started` bigint NOT NULL, `thread` varchar(100) NOT NULL, `task_name` varchar(200) NOT NULL, `task_id` varchar(100) NOT NULL, `acquired_at` datetime(6) NOT NULL, `renewed_at` datetime(6) NOT NULL, `expires_at` datetime(6) NOT NULL, `session_pid` bigint NULL, `session_started` datetime(6) NULL, `session_key` bigint NULL, `permits` integer NULL);
 --
 -- Create model MessageRecord
 --

@@ -12,7 +12,7 @@ CREATE TABLE "django_fencedlock_forcedrelease" ("owner" varchar(32) NOT NULL PRI
 --
 -- Create model HeldLock
 --
-CREATE TABLE "django_fencedlock_heldlock" ("name" varchar(200) NOT NULL PRIMARY KEY, "alias" varchar(100) NOT NULL, "backend" varchar(30) NOT NULL, "owner" varchar(32) NOT NULL, "fenced" bool NOT NULL, "host" varchar(100) NOT NULL, "boot_id" varchar(40) NOT NULL, "pid_namespace" varchar(40) NOT NULL, "pid" bigint NOT NULL, "pid_started" bigint NOT NULL, "thread" varchar(100) NOT NULL, "task_name" varchar(200) NOT NULL, "task_id" varchar(100) NOT NULL, "acquired_at" datetime NOT NULL, "renewed_at" datetime NOT NULL, "expires_at" datetime NOT NULL, "session_pid" bigint NULL, "session_started" datetime NULL, "session_key" bigint NULL);
+CREATE TABLE "django_fencedlock_heldlock" ("name" varchar(200) NOT NULL PRIMARY KEY, "alias" varchar(100) NOT NULL, "backend" varchar(30) NOT NULL, "owner" varchar(32) NOT NULL, "fenced" bool NOT NULL, "host" varchar(100) NOT NULL, "boot_id" varchar(40) NOT NULL, "pid_namespace" varchar(40) NOT NULL, "pid" bigint NOT NULL, "pid_started" bigint NOT NULL, "thread" varchar(100) NOT NULL, "task_name" varchar(200) NOT NULL, "task_id" varchar(100) NOT NULL, "acquired_at" datetime NOT NULL, "renewed_at" datetime NOT NULL, "expires_at" datetime NOT NULL, "session_pid" bigint NULL, "session_started" datetime NULL, "session_key" bigint NULL, "permits" integer NULL);
 --
 -- Create model MessageRecord
 --

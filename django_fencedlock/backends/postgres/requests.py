@@ -14,7 +14,7 @@ from ...conf import AliasConfig
 from ...core.identity import Owner
 from ...core.runtime import clock
 from ...exceptions import BackendUnavailable
-from ...storage.dialect import Entry
+from ...storage.dialect import entry_of
 from ...storage.postgresql import sqlstate
 from ..interface import Claim, Grant, Granted, Held, Renewal
 from . import statements as sql
@@ -142,11 +142,10 @@ class Requests:
         # Zero would mean no limit.
         given["wait"] = f"{max(1, round(wait * 1000))}ms"
         if claim.fenced:
-            owner = Owner.read(claim.owner, claim.identity)
-            place = session.pid, session.started, key
-            label, alias = self._label, self._config.alias
-            given |= Entry(claim.name, alias, label, owner, claim.ttl, True, *place).values()
-            given["ttl"] = claim.ttl
+            entry = entry_of(claim, self._config.alias, self._label)
+            entry.session_pid, entry.session_started = session.pid, session.started
+            entry.session_key = key
+            given |= {**entry.values(), "ttl": claim.ttl}
         return given | _arrays(claims) if more else given
 
     # Renew, verify, release
