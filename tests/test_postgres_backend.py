@@ -19,7 +19,7 @@ from django.core.management import call_command
 from django.db import connections
 from django.utils import timezone
 
-from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
+from django_fencedlock.backends.interface import SHARED, Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.postgres import PostgresBackend, holding
 from django_fencedlock.backends.postgres import backend as backend_module
 from django_fencedlock.backends.postgres.holding import MAX_IDLE
@@ -487,6 +487,207 @@ class TestSets:
             run.result(120)
         assert not overlaps
         assert not backends[0].holders(wanted)
+
+
+def reader(name, **terms):
+    return claim(name, **terms)._replace(shared=True)
+
+
+def fence_of(name):
+    return Fence.objects.using(ALIAS).values_list("token", "owner").get(name=name)
+
+
+class TestReaders:
+    def test_readers_share_a_lock_and_exclude_a_writer(self, postgres, backend, peer, name):
+        backend.release(take(backend, claim(name)))
+        with postgres.statements() as counted:
+            taken = [take(each, reader(name)) for each in (backend, backend, peer)]
+        # One each, and two to open a session.
+        assert sum("advisory_lock_shared" in text for text in counted.elements()) == 3, counted
+        assert [each.token for each in taken] == [2, 2, 2]
+        assert fence_of(name) == (2, SHARED)
+        readers = {each.owner for each in taken}
+        for each in (backend, peer):
+            held = each.acquire(claim(name), Wait())
+            assert held.owner in readers
+            assert held.shared
+        for each in taken:
+            assert isinstance(backend.acquire(claim(name), Wait()), Held)
+            assert isinstance(peer.acquire(claim(name), Wait()), Held)
+            assert (peer if each is taken[2] else backend).release(each)
+        assert take(peer, claim(name)).token == 3
+        held = backend.acquire(reader(name), Wait())
+        assert isinstance(held, Held)
+        assert not held.shared
+
+    def test_the_first_reader_of_a_new_name_raises_its_fence(self, backend, name):
+        assert take(backend, reader(name)).token == 1
+        assert take(backend, reader(name)).token == 1
+
+    def test_a_reader_after_a_forced_release_raises_the_fence(self, backend, peer, name):
+        take(backend, reader(name))
+        Fence.objects.using(ALIAS).filter(name=name).update(token=7, owner="")
+        assert take(backend, reader(name)).token == 8
+        assert take(peer, reader(name)).token == 8
+
+    def test_a_reader_does_not_wait_for_the_transaction_of_another(
+        self, postgres, backend, peer, name
+    ):
+        take(backend, reader(name))
+        with in_database(postgres) as pin:
+            pin.execute("BEGIN")
+            pin.execute(f"SELECT 1 FROM {Fence._meta.db_table} FOR SHARE")
+            assert take(peer, reader(name)).token == 1
+            assert take(backend, reader(name)).token == 1
+
+    def test_a_pinned_fence_of_a_writer_delays_the_first_reader_and_holds_nothing(
+        self, postgres, backend, peer, name
+    ):
+        peer.release(take(peer, claim(name)))
+        with in_database(postgres) as writer:
+            writer.execute("BEGIN")
+            writer.execute(f"SELECT 1 FROM {Fence._meta.db_table} FOR SHARE")
+            assert backend.acquire(reader(name), Wait()) == Held()
+            assert backend.acquire(reader(name), Wait(0.4)) == Held()
+            assert not backend.holders([name])
+            writer.execute("ROLLBACK")
+        assert take(backend, reader(name)).token == 2
+
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_a_waiting_writer_stops_new_readers_of_all_processes(
+        self, postgres, backend, peer, make, name, threads, fenced
+    ):
+        first = take(backend, reader(name, fenced=fenced))
+        asked = threads(waits, peer, name, fenced=fenced)
+        waiting(postgres, 1)
+        for each in (backend, peer, make()):
+            assert isinstance(each.acquire(reader(name, fenced=fenced), Wait()), Held)
+        late = threads(backend.acquire, reader(name, fenced=fenced), Wait(20))
+        waiting(postgres, 2)
+        assert backend.release(first)
+        writer = asked.result(20)
+        assert not late.done()
+        assert peer.release(writer)
+        assert isinstance(late.result(20), Granted)
+        if fenced:
+            assert (writer.token, late.result().token) == (2, 3)
+
+    def test_readers_that_waited_read_the_fence_of_the_writer_before_them(
+        self, postgres, backend, peer, make, name, threads
+    ):
+        # Their snapshots are of the time when readers had the fence.
+        first, second, third = take(peer, reader(name)), make(), make()
+        writer = threads(waits, backend, name)
+        waiting(postgres, 1)
+        late = []
+        for each in (second, third):
+            late.append(threads(each.acquire, reader(name), Wait(20)))
+            waiting(postgres, 1 + len(late))
+        peer.release(first)
+        writer = writer.result(20)
+        assert writer.token == 2
+        backend.release(writer)
+        assert [each.result(20).token for each in late] == [3, 3]
+        assert fence_of(name) == (3, SHARED)
+
+    def test_readers_of_one_process_wait_on_one_session(
+        self, postgres, backend, peer, name, threads
+    ):
+        writer = take(peer, claim(name))
+        asked = [threads(backend.acquire, reader(name), Wait(20)) for _ in range(20)]
+        queued(backend, name, 20)
+        waiting(postgres, 1)
+        peer.release(writer)
+        assert {each.result(20).token for each in asked} == {2}
+        # The one that waited, and the shared one.
+        held = backend._local.by_key[backend._requests.key(name)]
+        assert len(held) == 20
+        assert len({hold.session for hold in held.values()}) == 2
+        for each in asked:
+            hold = each.result().handle
+            assert backend.release(grant(hold.claim, each.result()))
+        assert not backend.holders([name])
+
+    def test_a_writer_that_polls_stops_new_readers_of_its_process(
+        self, postgres, make, peer, name, threads
+    ):
+        backend = make(MAX_WAITERS=1)
+        busy = take(peer, claim(f"{name}:other"))
+        other = threads(backend.acquire, claim(f"{name}:other"), Wait(20))
+        waiting(postgres, 1)
+        first = take(backend, reader(name))
+        writer = threads(waits, backend, name)
+        queued(backend, name, 1)
+        held = backend.acquire(reader(name), Wait())
+        assert (held.owner, held.shared) == (first.owner, True)
+        backend.release(first)
+        assert writer.result(20).token == 2
+        assert not other.done()
+        peer.release(busy)
+        other.result(20)
+
+    def test_an_error_of_one_reader_leaves_the_others_their_lock(
+        self, postgres, backend, peer, name
+    ):
+        first = take(backend, reader(name))
+        read_only = "SELECT set_config('default_transaction_read_only', %(value)s, false)"
+        session = first.handle.session
+        backend._local.ask(lambda: session.all(read_only, {"value": "on"}))
+        with pytest.raises(BackendUnavailable, match="read-only"):
+            backend.acquire(reader(name), Wait())
+        backend._local.ask(lambda: session.all(read_only, {"value": "off"}))
+        assert backend.verify(first)
+        second = take(backend, reader(name))
+        assert backend.release(second)
+        assert isinstance(peer.acquire(claim(name), Wait()), Held)
+        assert backend.release(first)
+        assert take(peer, claim(name))
+
+    def test_a_failed_first_reader_leaves_no_lock(self, backend, peer, name):
+        read_only = "SELECT set_config('default_transaction_read_only', 'on', false)"
+        backend._local.ask(lambda: backend._local.session(30.0).all(read_only, {}))
+        with pytest.raises(BackendUnavailable, match="read-only"):
+            backend.acquire(reader(name), Wait())
+        assert not peer.holders([name])
+
+    @pytest.mark.slow
+    def test_a_stream_of_readers_does_not_starve_writers(self, make, name, threads):
+        ended = threading.Event()
+        reading, writing, overlaps = set(), set(), []
+
+        def read(backend):
+            count = 0
+            while not ended.is_set():
+                sent = reader(name)
+                answer = backend.acquire(sent, Wait(20))
+                reading.add(sent.owner)
+                overlaps.extend(writing)
+                reading.discard(sent.owner)
+                assert backend.release(grant(sent, answer))
+                count += 1
+            return count
+
+        def write(backend):
+            tokens = []
+            for _ in range(20):
+                taken = waits(backend, name)
+                overlaps.extend(writing)
+                writing.add(taken.owner)
+                overlaps.extend(reading)
+                writing.discard(taken.owner)
+                tokens.append(taken.token)
+                assert backend.release(taken)
+            return tokens
+
+        backends = [make(), make(), make()]
+        readers = [threads(read, each) for each in backends for _ in range(4)]
+        writers = [threads(write, each) for each in backends[:2]]
+        tokens = [token for each in writers for token in each.result(120)]
+        ended.set()
+        assert sum(each.result(30) for each in readers) > 40
+        assert not overlaps
+        assert len(set(tokens)) == 40
+        assert not backends[0].holders([name])
 
 
 class TestRenewals:
@@ -1213,7 +1414,9 @@ def interrupt_threads(backend, name, times=200):
             backend.release(Grant(sent.name, sent.owner))
 
     def release_rest():
-        for hold in list(backend._local.by_key.values()):
+        for hold in [
+            each for holds in [*backend._local.by_key.values()] for each in holds.values()
+        ]:
             if hold is not kept.handle:
                 backend.release(Grant(hold.claim.name, hold.claim.owner))
 

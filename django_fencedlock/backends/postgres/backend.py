@@ -64,6 +64,7 @@ class PostgresBackend(Backend):
     records_grants = True
     supports_waiting = True
     supports_ttl = False
+    supports_shared = True
     option_names = frozenset({"TIMEOUT", "MAX_LOCKS", "MAX_WAITERS", "DATABASE"})
 
     def __init__(self, config: AliasConfig) -> None:
@@ -84,13 +85,17 @@ class PostgresBackend(Backend):
             return held
         if wait.left:
             wait.refused(held)
-            with self._local.turn(key, wait, partial(wait.refused, held)) as is_first:
+            refused = partial(wait.refused, held)
+            with self._local.turn(key, wait, refused, claim.shared) as is_first:
                 while is_first and wait.left:
-                    answer = self._wait_in_server(claim, key, wait)
+                    # A reader shares what the reader before it may have waited for.
+                    answer = self._try(claim, key, in_turn=True) if claim.shared else None
+                    if not isinstance(answer, Granted):
+                        answer = self._wait_in_server(claim, key, wait)
                     if answer is None:
                         # MAX_WAITERS sessions are in use.
                         time.sleep(min(wait.left, random.uniform(*PAUSE)))
-                        answer = self._try(claim, key)
+                        answer = self._try(claim, key, in_turn=True)
                         if isinstance(answer, Held):
                             wait.refused(answer)
                     if isinstance(answer, Granted) or answer.alias:
@@ -99,8 +104,8 @@ class PostgresBackend(Backend):
         return held if held.owner else self._look([claim.name]).get(claim.name, Held())
 
     def acquire_all(self, claims: Sequence[Claim]) -> list[Granted] | dict[str, Held]:
-        if len({claim[2:] for claim in claims}) > 1:
-            # Readers and writers, the locks of a path.
+        if len({claim[2:] for claim in claims}) > 1 or claims[0].shared:
+            # The locks of a path, with readers.
             return super().acquire_all(claims)
         work = partial(self._requests.acquire_all, claims)
         answer = self._ask("acquire", work, claims[0].name, undo=self._undo)
@@ -114,11 +119,11 @@ class PostgresBackend(Backend):
             return self.holders(names)
         return {}
 
-    def _try(self, claim: Claim, key: int) -> Granted | Held:
+    def _try(self, claim: Claim, key: int, *, in_turn: bool = False) -> Granted | Held:
         # Without the thread first: many may ask for a lock that this process holds.
-        if hold := self._local.by_key.get(key):
-            return hold.answer(claim)
-        work = partial(self._requests.acquire, claim, key)
+        if answer := self._local.decide(claim, key, in_turn=in_turn):
+            return answer
+        work = partial(self._requests.acquire, claim, key, in_turn=in_turn)
         return self._ask("acquire", work, claim.name, undo=self._undo)
 
     def _undo(self, answer: Granted | Held | list[Granted] | dict[str, Held] | None) -> None:

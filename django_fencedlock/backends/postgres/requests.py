@@ -21,6 +21,8 @@ from . import statements as sql
 from .holding import Hold, SessionLocks
 from .sessions import LOCKED, PoolsTransactions, Session
 
+#: How often one reader may be overtaken by a change of the fence, after it got the lock.
+ATTEMPTS = 4
 #: Locks that one process may hold. At default settings some 12,800 fill the server's lock table,
 #: and then no client can connect any more, to any database.
 MAX_LOCKS = 1000
@@ -41,32 +43,32 @@ class Requests:
 
     # Claim
 
-    def acquire(self, claim: Claim, key: int) -> Granted | Held:
+    def acquire(self, claim: Claim, key: int, *, in_turn: bool = False) -> Granted | Held:
         # By the thread alone, so that no try overlaps another.
-        if hold := self._local.by_key.get(key):
-            return hold.answer(claim)
-        session = self._session_for([claim])
-        statement = sql.TRY if claim.fenced else sql.TRY_UNFENCED
-        return self._send(session, {key: claim}, statement)[claim.name]
+        if answer := self._local.decide(claim, key, in_turn=in_turn):
+            return answer
+        hold = Hold(claim, key, self._session_for([claim]), claim.ttl)
+        return self._send([hold], sql.TRY[claim.shared, claim.fenced])[claim.name]
 
     def wait(self, session: Session, claim: Claim, key: int, seconds: float) -> Granted | Held:
         """Wait for a lock on a session of its own, by a thread of its own."""
-        statement = sql.WAIT if claim.fenced else sql.WAIT_UNFENCED
-        return self._send(session, {key: claim}, statement, seconds)[claim.name]
+        hold = Hold(claim, key, session, claim.ttl)
+        return self._send([hold], sql.WAIT[claim.shared, claim.fenced], seconds)[claim.name]
 
     def acquire_all(self, claims: Sequence[Claim]) -> list[Granted] | dict[str, Held]:
-        """Take all locks or none, for one holder."""
+        """Take all locks or none, for one holder, and exclusively."""
         rest: dict[int, Claim] = {}
         answers: dict[str, Granted | Held] = {}
         for claim in claims:
             key = self.key(claim.name)
-            if hold := self._local.by_key.get(key):
-                answers[claim.name] = hold.answer(claim)
+            if answer := self._local.decide(claim, key):
+                answers[claim.name] = answer
             else:
                 rest[key] = claim
         if rest and not _refused(answers):
-            statement = sql.TRY_ALL if claims[0].fenced else sql.TRY_ALL_UNFENCED
-            answers |= self._send(self._session_for(claims), rest, statement)
+            session = self._session_for(claims)
+            holds = [Hold(claim, key, session, claim.ttl) for key, claim in rest.items()]
+            answers |= self._send(holds, sql.TRY_ALL[claims[0].fenced])
         if refused := _refused(answers):
             # The owners may have had some of the locks before.
             self.release_all([each.handle for each in _granted(answers.values())])
@@ -86,29 +88,31 @@ class Requests:
         return self._local.session(claims[0].ttl)
 
     def _send(
-        self, session: Session, claims: Mapping[int, Claim], statement: str, wait: float = 0.0
+        self, holds: Sequence[Hold], statement: str, wait: float = 0.0
     ) -> dict[str, Granted | Held]:
         """
-        Claim all keys or none; return all grants, or what refused some.
+        Claim all keys or none on one session; return all grants, or what refused some.
 
-        Unless they are granted, the session doesn't have the keys afterwards.
+        Unless they are granted, the session doesn't get the keys.
         """
-        since = clock()
+        since, session = clock(), holds[0].session
         try:
-            given = self._values(session, claims, wait)
+            given = self._values(holds, wait)
             rows = session.all(statement, given, wait=wait)
+            for _ in range(ATTEMPTS):
+                if not (holds[0].claim.shared and _came_after_snapshot(holds[0].claim, rows[0])):
+                    break
+                rows = session.all(sql.TRY[True, True], {**given, "how": "again"})
         except Error as exc:
             # An error undoes the records, but not the locks.
-            if not session.closed:
-                session.unlock(claims)
+            self._unlock_after_error(session, holds)
             if sqlstate(exc) in LOCKED:
                 # The time is up; or the keys were free, but a transaction has a row locked.
-                return {claim.name: Held() for claim in claims.values()}
+                return {hold.claim.name: Held() for hold in holds}
             raise
         if rows[0][2] != session.pid:
             session.close()
             raise PoolsTransactions(self._local.route)
-        holds = [Hold(claim, key, session, claim.ttl) for key, claim in claims.items()]
         is_free = all(free for free, *_ in rows)
         answers = {
             hold.claim.name: self._answer(hold, since, *row)
@@ -123,6 +127,13 @@ class Requests:
             self._local.add(hold)
         return answers
 
+    def _unlock_after_error(self, session: Session, holds: Sequence[Hold]) -> None:
+        """Unlock what a failed statement may have locked, or have left locked."""
+        shared = holds[0].claim.shared
+        # Other readers of the session keep their key.
+        if not session.closed and not (shared and self._local.has(session, holds[0].key)):
+            session.unlock([hold.key for hold in holds], shared=shared)
+
     def _answer(
         self, hold: Hold, since: float, free: bool, token: int | None, _: Any, __: Any, *row: Any
     ) -> Granted | Held:
@@ -136,9 +147,11 @@ class Requests:
         elsewhere = held.owner and (row[10], row[11]) != (self._config.alias, self._label)
         return held._replace(alias=row[10], label=row[11]) if elsewhere else Held()
 
-    def _values(self, session: Session, claims: Mapping[int, Claim], wait: float) -> dict[str, Any]:
-        (key, claim), *more = claims.items()
+    def _values(self, holds: Sequence[Hold], wait: float) -> dict[str, Any]:
+        session, claim, key = holds[0].session, holds[0].claim, holds[0].key
         given: dict[str, Any] = {"session_key": key, "idle": _idle(max(session.ttl, claim.ttl))}
+        if claim.shared:
+            given["how"] = "join" if self._local.has(session, key) else "try"
         # Zero would mean no limit.
         given["wait"] = f"{max(1, round(wait * 1000))}ms"
         if claim.fenced:
@@ -146,7 +159,7 @@ class Requests:
             entry.session_pid, entry.session_started = session.pid, session.started
             entry.session_key = key
             given |= {**entry.values(), "ttl": claim.ttl}
-        return given | _arrays(claims) if more else given
+        return given | _arrays(holds) if len(holds) > 1 else given
 
     # Renew, verify, release
 
@@ -156,7 +169,7 @@ class Requests:
         for session in {hold.session for hold in holds}:
             each = {hold.claim.owner: hold for hold in holds if hold.session is session}
             session.ttl = max([hold.ttl for hold in session.holds], default=0.0)
-            given = _arrays({hold.key: hold.claim for hold in each.values()})
+            given = _arrays([*each.values()])
             given |= {"ttls": [hold.ttl for hold in each.values()], "idle": _idle(session.ttl)}
             try:
                 rows = session.all(sql.RENEW, given, prepare=False)
@@ -201,13 +214,15 @@ class Requests:
     def release_all(self, holds: Sequence[Hold | None]) -> list[bool]:
         """Release locks by one statement for each session; return which were held until now."""
         answers = [False] * len(holds)
-        batches: defaultdict[tuple[Session, bool], dict[int, Hold]] = defaultdict(dict)
+        batches: defaultdict[tuple[Any, ...], dict[int, Hold]] = defaultdict(dict)
         for place, hold in enumerate(holds):
             if hold is not None and self._local.remove(hold):
-                batches[hold.session, hold.claim.fenced][place] = hold
+                # Readers one by one: they may have one key.
+                alone = place if hold.claim.shared else None
+                batches[hold.session, hold.claim.fenced, alone][place] = hold
         # An error of one session doesn't keep the locks of another.
         with contextlib.ExitStack() as all_of_them:
-            for (session, _), batch in batches.items():
+            for (session, *_), batch in batches.items():
                 all_of_them.callback(self._release_batch, session, batch, answers)
         return answers
 
@@ -224,13 +239,13 @@ class Requests:
 
     def _unlock(self, session: Session, holds: Sequence[Hold]) -> list[bool]:
         """Unlock keys of one session and delete the rows; return which keys it had."""
-        claims = {hold.key: hold.claim for hold in holds}
+        claim = holds[0].claim
         if len(holds) == 1:
-            given = holds[0].values()
-            statement = sql.RELEASE if holds[0].claim.fenced else sql.RELEASE_UNFENCED
+            given = holds[0].values() | {"last": not self._local.has(session, holds[0].key)}
+            statement = sql.RELEASE[claim.shared, claim.fenced]
         else:
-            given = _arrays(claims)
-            statement = sql.RELEASE_ALL if holds[0].claim.fenced else sql.RELEASE_ALL_UNFENCED
+            given = _arrays(holds)
+            statement = sql.RELEASE_ALL[claim.fenced]
         try:
             rows = session.all(statement, {**given, "idle": _idle(session.ttl)})
             return [bool(unlocked) and not forced for unlocked, forced, _ in rows]
@@ -238,7 +253,7 @@ class Requests:
             if session.closed:
                 # It isn't known when it ended: others may have had the locks since.
                 return [False] * len(holds)
-            session.unlock(claims)
+            self._unlock_after_error(session, holds)
             if sqlstate(exc) in LOCKED:
                 # The keys are free. The transaction that has a row locked is about to take it.
                 return [True] * len(holds)
@@ -252,13 +267,19 @@ def read_holder(row: Sequence[Any]) -> Held:
     return held._replace(held_for=held_for, session_pid=session_pid)
 
 
-def _arrays(claims: Mapping[int, Claim]) -> dict[str, Any]:
+def _arrays(holds: Sequence[Hold]) -> dict[str, Any]:
     """Return the parameters of a statement about many locks."""
     return {
-        "names": [claim.name for claim in claims.values()],
-        "owners": [claim.owner for claim in claims.values()],
-        "keys": [*claims],
+        "names": [hold.claim.name for hold in holds],
+        "owners": [hold.claim.owner for hold in holds],
+        "keys": [hold.key for hold in holds],
     }
+
+
+def _came_after_snapshot(claim: Claim, row: Sequence[Any]) -> bool:
+    """Return whether a reader got the lock, and the fence is a writer's that it didn't see."""
+    free, token, _, _, *holder = row
+    return bool(free and claim.fenced and token is None and not holder[0])
 
 
 def _idle(seconds: float) -> str:

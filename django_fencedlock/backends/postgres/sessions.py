@@ -94,10 +94,11 @@ class Session:
         """Execute a statement that returns one row."""
         return self.all(statement, given, **how)[0]
 
-    def unlock(self, keys: Iterable[int]) -> None:
+    def unlock(self, keys: Iterable[int], *, shared: bool = False) -> None:
         """Unlock keys that this session may have; close the session if that fails."""
+        statement = sql.UNLOCK_SHARED if shared else sql.UNLOCK_ALL
         try:
-            self.all(sql.UNLOCK_ALL, {"keys": [*keys]}, prepare=False)
+            self.all(statement, {"keys": [*keys]}, prepare=False)
         except BaseException:
             self.close()
             raise

@@ -5,10 +5,12 @@ from __future__ import annotations
 from ...storage.dialect import FENCE, HELD, LOCK_WAIT
 from ...storage.fences import FORCED, IS_FORCED
 from ...storage.postgresql import INTO_HELD, LAZY_LIMITS, SET_ALL, TIMES, VALUES
+from ..interface import SHARED
 
 #: Every advisory lock of this database that a session holds or waits for.
 LOCKS = """locks AS MATERIALIZED (
-    SELECT l.pid::bigint AS pid, (l.classid::bigint << 32) | l.objid::bigint AS key, l.granted
+    SELECT l.pid::bigint AS pid, (l.classid::bigint << 32) | l.objid::bigint AS key, l.granted,
+    l.mode = 'ShareLock' AS shared
     FROM pg_locks l WHERE l.locktype = 'advisory' AND l.objsubid = 1
     AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database()))"""
 
@@ -60,8 +62,62 @@ SELECT l.ok, (SELECT f.token FROM f), {_GRANTED}, x.* FROM l LEFT JOIN LATERAL (
     SELECT {HOLDER} FROM {HELD} h WHERE h.name = %(name)s::text
     AND (NOT l.ok OR NOT EXISTS (SELECT 1 FROM f))) x ON true
 """
-TRY, TRY_UNFENCED = f"WITH {_TRY_KEY}, {_FENCED}", f"WITH {_TRY_KEY} {_UNFENCED}"
-WAIT, WAIT_UNFENCED = f"WITH {_WAIT_FOR_KEY}, {_FENCED}", f"WITH {_WAIT_FOR_KEY} {_UNFENCED}"
+# A reader on a session that has the key for other readers doesn't ask the server for it again, so
+# it has to look whether anybody waits: the server stops new readers only on other sessions. The
+# session has the key once, and `again` is for a claim that was granted it.
+_SHARE_KEY = f"""{LOCKS},
+l AS MATERIALIZED (SELECT CASE %(how)s::text
+    WHEN 'try' THEN pg_try_advisory_lock_shared(%(session_key)s::bigint)
+    WHEN 'join' THEN NOT EXISTS (
+        SELECT 1 FROM locks k WHERE k.key = %(session_key)s::bigint AND NOT k.granted)
+    ELSE true END AS ok)
+"""
+_WAIT_TO_SHARE = _WAIT_FOR_KEY.replace("pg_advisory_lock(", "pg_advisory_lock_shared(")
+
+# The snapshot of the statement is older than its lock. So the newest fence is read by FOR SHARE,
+# which lets other readers' transactions be; and it is read only if readers have the fence in the
+# snapshot: two readers that have the row locked so would each wait to update it.
+# Without a token, a writer came after the snapshot, and a further statement reads its grant.
+_ELSEWHERE = """h.expires_at > clock_timestamp()
+    AND (h.alias <> %(alias)s::text OR h.backend <> %(backend)s::text)"""
+_SHARE = f"""
+o AS MATERIALIZED (SELECT l.ok AND NOT EXISTS (
+    SELECT 1 FROM {HELD} h WHERE h.name = %(name)s::text AND {_ELSEWHERE}) AS ok FROM l),
+e AS MATERIALIZED (
+    SELECT EXISTS (SELECT 1 FROM {FENCE} f WHERE f.name = %(name)s::text AND f.owner = '{SHARED}')
+    AS shared),
+k AS MATERIALIZED (
+    SELECT f.token FROM {FENCE} f WHERE f.name = %(name)s::text AND f.owner = '{SHARED}'
+    AND (SELECT o.ok AND e.shared FROM o, e) FOR SHARE),
+u AS (
+    INSERT INTO {FENCE} AS f (name, token, owner)
+    SELECT %(name)s::text, 1, '{SHARED}' FROM o, e WHERE o.ok AND NOT e.shared
+    ON CONFLICT (name) DO UPDATE
+    SET token = f.token + (f.owner <> EXCLUDED.owner)::int, owner = EXCLUDED.owner
+    RETURNING f.token),
+t AS MATERIALIZED (SELECT k.token FROM k UNION ALL SELECT u.token FROM u),
+h AS (
+    {INTO_HELD}
+    SELECT {VALUES}, {TIMES} FROM t CROSS JOIN LATERAL (
+        SELECT clock_timestamp() AS now WHERE t.token IS NOT NULL) c
+    ON CONFLICT (name) DO UPDATE SET {SET_ALL})
+SELECT l.ok, (SELECT t.token FROM t), {_GRANTED}, x.* FROM l LEFT JOIN LATERAL (
+    SELECT {HOLDER} FROM {HELD} h WHERE h.name = %(name)s::text
+    AND (NOT l.ok OR NOT EXISTS (SELECT 1 FROM t) AND {_ELSEWHERE})) x ON true
+"""
+#: By whether the claim is shared, and whether it is fenced.
+TRY = {
+    (False, True): f"WITH {_TRY_KEY}, {_FENCED}",
+    (False, False): f"WITH {_TRY_KEY} {_UNFENCED}",
+    (True, True): f"WITH {_SHARE_KEY}, {_SHARE}",
+    (True, False): f"WITH {_SHARE_KEY} {_UNFENCED}",
+}
+WAIT = {
+    (False, True): f"WITH {_WAIT_FOR_KEY}, {_FENCED}",
+    (False, False): f"WITH {_WAIT_FOR_KEY} {_UNFENCED}",
+    (True, True): f"WITH {_WAIT_TO_SHARE}, {_SHARE}",
+    (True, False): f"WITH {_WAIT_TO_SHARE} {_UNFENCED}",
+}
 
 # The arrays are hidden from the planner: it would plan each statement again for their lengths,
 # which takes four times as long as the rest.
@@ -77,8 +133,8 @@ for _column, _type in (("name", "text"), ("owner", "text"), ("session_key", "big
 _ALL_GRANTED = f"""pg_backend_pid(), CASE WHEN a.ok THEN {_IDLE}
     WHEN l.ok THEN pg_advisory_unlock(l.session_key)::text END"""
 
-#: Claim all or none: a row for each, in their order, as a single claim has it.
-TRY_ALL = f"""
+# Claim all or none: a row for each, in their order, as a single claim has it.
+_TRY_ALL = f"""
 WITH {_TRY_KEYS}, {_RECORD.format(values=_EACH, ok="(SELECT a.ok FROM a)")}
 SELECT l.ok, f.token, {_ALL_GRANTED}, x.*
 FROM l CROSS JOIN a LEFT JOIN f ON f.name = l.name LEFT JOIN LATERAL (
@@ -86,35 +142,48 @@ FROM l CROSS JOIN a LEFT JOIN f ON f.name = l.name LEFT JOIN LATERAL (
     WHERE h.name = l.name AND NOT (l.ok AND (f.token IS NOT NULL OR NOT a.ok))) x ON true
 ORDER BY l.place
 """
-TRY_ALL_UNFENCED = f"""
+_TRY_ALL_UNFENCED = f"""
 WITH {_TRY_KEYS} SELECT l.ok, NULL::bigint, {_ALL_GRANTED} FROM l CROSS JOIN a ORDER BY l.place
 """
+#: By whether they are fenced.
+TRY_ALL = {True: _TRY_ALL, False: _TRY_ALL_UNFENCED}
 
 # False if the session didn't hold the key; the server only adds a warning.
-_UNLOCK = "SELECT pg_advisory_unlock(%(key)s::bigint)"
+_UNLOCK = "pg_advisory_unlock(%(key)s::bigint)"
 UNLOCK_ALL = "SELECT pg_advisory_unlock(k.key) FROM unnest(%(keys)s::bigint[]) AS k(key)"
+UNLOCK_SHARED = UNLOCK_ALL.replace("unlock(", "unlock_shared(")
 
 # Each release returns: whether the session held the key; whether the lock was released by force.
 # The key may be free before the row is deleted: the row is deleted by its owner.
 _FORCED = IS_FORCED.format(owner="%(owner)s")
-RELEASE = f"""
+_RELEASE = f"""
 WITH {LAZY_LIMITS},
 d AS (DELETE FROM {HELD} h USING s WHERE h.name = %(name)s AND h.owner = %(owner)s)
-{_UNLOCK}, {_FORCED}, {_IDLE}
+SELECT {{}}, {_FORCED}, {_IDLE}
 """
-RELEASE_UNFENCED = f"{_UNLOCK}, false, {_IDLE}"
+_RELEASE_UNFENCED = f"SELECT {{}}, false, {_IDLE}"
+# The last reader of a session unlocks the key.
+_UNSHARE = """CASE WHEN %(last)s::boolean
+    THEN pg_advisory_unlock_shared(%(key)s::bigint) ELSE true END"""
+RELEASE = {
+    (False, True): _RELEASE.format(_UNLOCK),
+    (False, False): _RELEASE_UNFENCED.format(_UNLOCK),
+    (True, True): _RELEASE.format(_UNSHARE),
+    (True, False): _RELEASE_UNFENCED.format(_UNSHARE),
+}
 
-#: The same of many: a row for each, in their order.
-RELEASE_ALL = f"""
+# The same of many: a row for each, in their order.
+_RELEASE_ALL = f"""
 WITH {LAZY_LIMITS},
 l AS MATERIALIZED (SELECT n.* FROM s, {_MANY}),
 d AS (DELETE FROM {HELD} h USING l WHERE h.name = l.name AND h.owner = l.owner)
 SELECT pg_advisory_unlock(l.session_key), {IS_FORCED.format(owner="l.owner")}, {_IDLE} FROM l
 ORDER BY l.place
 """
-RELEASE_ALL_UNFENCED = f"""
+_RELEASE_ALL_UNFENCED = f"""
 SELECT pg_advisory_unlock(n.session_key), false, {_IDLE} FROM {_MANY} ORDER BY n.place
 """
+RELEASE_ALL = {True: _RELEASE_ALL, False: _RELEASE_ALL_UNFENCED}
 
 # Clear the row of an owner whose session is gone, or end that session: a child that a dead process
 # forked keeps it open.
@@ -148,11 +217,13 @@ w AS MATERIALIZED (
     LEFT JOIN locks k ON k.key = w.key AND k.pid = pg_backend_pid() AND k.granted
     LEFT JOIN {FORCED} r ON r.owner = w.owner),
 p AS MATERIALIZED (
-    SELECT h.name, w.ttl FROM {HELD} h JOIN w ON h.name = w.name AND h.owner = w.owner
+    SELECT h.name, h.owner, w.ttl FROM {HELD} h
+    JOIN w ON h.name = w.name AND h.owner = w.owner
     WHERE w.held AND NOT w.forced FOR UPDATE OF h SKIP LOCKED),
 u AS (
     UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
-    FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
+    FROM p, (SELECT clock_timestamp() AS now) c
+    WHERE h.name = p.name AND h.owner = p.owner
     RETURNING h.owner)
 SELECT w.owner, w.held, u.owner IS NOT NULL, x.owner IS NOT NULL AND NOT w.forced, w.forced
 FROM w LEFT JOIN u ON u.owner = w.owner
