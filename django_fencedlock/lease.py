@@ -99,6 +99,8 @@ class Lease(OfHolder):
     name: str
     owner_id: str
     fenced: bool
+    #: Whether other readers may have the lock as well.
+    shared: bool
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class Lease(OfHolder):
         self.grant = grant
         self.name = grant.name
         self.owner_id = grant.owner
-        self.fenced = grant.fenced
+        self.fenced, self.shared = grant.fenced, grant.shared
         self.alias = alias
         #: The alias of the database where the fence is.
         self.database = database
@@ -156,7 +158,8 @@ class Lease(OfHolder):
         """The holder, by the local clock. The lock service isn't asked: see `Lock.holder()`."""
         now, place = datetime.now(UTC), describe_identity(self.grant.identity)
         since, until = now - timedelta(0, self.held_for()), now + timedelta(0, self.remaining())
-        return Holder(self.owner_id, place, self.alias, self.grant.token, since, until)
+        token = self.grant.token
+        return Holder(self.owner_id, place, self.alias, token, since, until, shared=self.shared)
 
     @property
     def ttl(self) -> float:
@@ -439,7 +442,8 @@ class Lease(OfHolder):
                 )
 
     def _described(self) -> str:
-        return f"token {self.grant.token}" if self.fenced else "unfenced"
+        token = f"token {self.grant.token}" if self.fenced else "unfenced"
+        return f"{token}, shared" if self.shared else token
 
     def __del__(self) -> None:
         # The holder has ended: as long as it lives, it refers to its leases.

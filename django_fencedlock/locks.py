@@ -73,12 +73,15 @@ class Lock(Generic[L]):
             BLOCKING_TIMEOUT.
         backend: The alias in ``FENCEDLOCK``.
         fenced: False for a lock that only saves work: no token, and no record in the database.
+        shared: True for a reader's lock: readers share it, and exclude only an exclusive holder. A
+            waiting exclusive holder stops new readers. Its lease covers no write of a fenced row.
         required: False for a block that runs without the lock, with None as its lease, if another
             holder has it. Else ``with`` raises `LockNotAcquired`.
     """
 
     #: repr() shows them, also of an object whose __init__() has failed.
     name = backend = ""
+    shared = False
 
     @overload
     def __init__(
@@ -89,6 +92,7 @@ class Lock(Generic[L]):
         blocking_timeout: Duration | Unset | None = ...,
         backend: str = ...,
         fenced: bool = ...,
+        shared: bool = ...,
         required: Literal[True] = ...,
     ) -> None: ...
     @overload
@@ -100,6 +104,7 @@ class Lock(Generic[L]):
         blocking_timeout: Duration | Unset | None = ...,
         backend: str = ...,
         fenced: bool = ...,
+        shared: bool = ...,
         required: bool,
     ) -> None: ...
     def __init__(
@@ -110,6 +115,7 @@ class Lock(Generic[L]):
         blocking_timeout: Duration | Unset | None = UNSET,
         backend: str = conf.DEFAULT_ALIAS,
         fenced: bool = True,
+        shared: bool = False,
         required: bool = True,
         # A type checker rejects any other argument; at run time the error names it.
         **unknown: Never,
@@ -124,6 +130,7 @@ class Lock(Generic[L]):
         self.name = _validate(name) if type(name) is str else names.validate(name)
         self.backend = backend
         self.fenced = fenced
+        self.shared = shared
         self.required = required
         #: The template that the name was made of, if it was made of one.
         self.pattern = ""
@@ -268,7 +275,8 @@ class Lock(Generic[L]):
         return cast(F, run)
 
     def __repr__(self) -> str:
-        return f"lock({self.name!r}, backend={self.backend!r})"
+        shared = ", shared=True" if self.shared else ""
+        return f"lock({self.name!r}, backend={self.backend!r}{shared})"
 
     @property
     def _service(self) -> Service:
@@ -328,7 +336,8 @@ class Lock(Generic[L]):
             timeout = given
         else:
             timeout = control.config.blocking_timeout
-        claim = new_claim(self.name, self._ttl or control.config.ttl, self.fenced)
+        ttl = self._ttl or control.config.ttl
+        claim = new_claim(self.name, ttl, self.fenced, shared=self.shared)
         wait = Wait(timeout, cancelled_by=cancel, required=self.required)
         return claim, current_holder(), wait
 
@@ -423,7 +432,7 @@ def _unknown_argument(method: str, known: Sequence[str], given: str, *more: str)
     return TypeError(f"{method}() has no argument {given}. {hint}")
 
 
-_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "required")
+_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "shared", "required")
 
 
 def _about_attribute(name: str, given: str) -> str:

@@ -520,6 +520,64 @@ class TestReaders:
         assert isinstance(held, Held)
         assert not held.shared
 
+    def test_each_reader_has_a_row_and_is_renewed_by_itself(self, backend, peer, name):
+        taken = [take(each, reader(name)) for each in (backend, backend, peer)]
+        assert set(row_of(name).values_list("owner", flat=True)) == {each.owner for each in taken}
+        assert backend.renew(taken[:2]) == [Renewal.KEPT] * 2
+        row_of(name).filter(owner=taken[0].owner).delete()
+        assert backend.renew(taken[:2]) == [Renewal.LOST, Renewal.KEPT]
+        assert backend.verify(taken[1])
+        assert peer.renew([taken[2]]) == [Renewal.KEPT]
+
+    def test_a_reader_that_is_released_by_force_leaves_the_others(self, backend, peer, name):
+        first, second = take(backend, reader(name)), take(backend, reader(name))
+        notes = ForcedRelease.objects.using(ALIAS)
+        notes.create(owner=first.owner, name=name, released_by="me", released_at=timezone.now())
+        assert backend.renew([first, second]) == [Renewal.LOST, Renewal.KEPT]
+        assert isinstance(peer.acquire(claim(name), Wait()), Held)
+        assert backend.release(second)
+        assert take(peer, claim(name))
+
+    def test_a_look_up_shows_all_readers(self, backend, peer, name):
+        taken = [take(each, reader(name)) for each in (backend, backend, peer)]
+        held = peer.holders([name])[name]
+        assert held.owner == taken[0].owner
+        assert {each.owner for each in (held, *held.others)} == {each.owner for each in taken}
+        assert {(each.shared, each.token) for each in (held, *held.others)} == {(True, 1)}
+
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_a_reader_elsewhere_refuses_a_claim(self, backend, peer, name, shared):
+        first = take(peer, reader(name))
+        row_of(name).update(alias="other")
+        end_sessions(peer)
+        wait_until(lambda: not backend.holders([name]), "the end of the session")
+        refused = claim(name)._replace(shared=shared)
+        held = backend.acquire(refused, Wait())
+        assert (held.alias, held.owner) == ("other", first.owner)
+        if not shared:
+            assert backend.acquire_all([claim(f"{name}-"), refused])[name].alias == "other"
+        assert not backend._local.by_key
+        assert not backend.holders([name])
+
+    def test_a_writer_elsewhere_refuses_a_reader(self, backend, peer, name):
+        first = take(peer, claim(name))
+        row_of(name).update(alias="other")
+        end_sessions(peer)
+        wait_until(lambda: not backend.holders([name]), "the end of the session")
+        held = backend.acquire(reader(name), Wait())
+        assert (held.alias, held.owner) == ("other", first.owner)
+        assert not backend.holders([name])
+        assert fence_of(name) == (1, first.owner)
+
+    def test_the_rows_of_dead_readers_stop_no_writer(self, backend, peer, make, name):
+        former = [take(peer, reader(name)) for _ in range(3)]
+        end_sessions(peer)
+        wait_until(lambda: not backend.holders([name]), "the end of the session")
+        writer = take(backend, claim(name))
+        held = make().acquire(claim(name), Wait())
+        assert held.owner == writer.owner
+        assert peer.renew(former) == [Renewal.LOST] * 3
+
     def test_the_first_reader_of_a_new_name_raises_its_fence(self, backend, name):
         assert take(backend, reader(name)).token == 1
         assert take(backend, reader(name)).token == 1

@@ -215,6 +215,8 @@ class Holder:
     expires_at: datetime | None = None
     #: The server process of the session that holds the lock, if a session holds it.
     session_pid: int | None = None
+    #: Whether it is a reader; there may be others.
+    shared: bool = False
 
     def __str__(self) -> str:
         # Written by another process: it must not forge log lines.

@@ -23,6 +23,7 @@ from ..exceptions import (
     FencedLockError,
     LeaseLost,
     LockNotAcquired,
+    LockUpgrade,
 )
 from ..lease import Duration, Lease
 from ..storage import history, unfenced
@@ -64,7 +65,7 @@ class Service:
             self.backend, self.report_losses, clock, None if self.backend.records_grants else fences
         )
         self.grants = Grants(self.backend, fences, self.keeper, clock, is_free)
-        self.holder = self.grants.holder
+        self.holder, self.holders = self.grants.holder, self.grants.holders
         _living.add(runtime.forks.register(self))
 
     def after_fork(self) -> None:
@@ -153,6 +154,16 @@ class Service:
             return None
         if lease.lost:
             raise lease.loss()
+        if claim.shared != lease.shared:
+            held, wanted = ("shared", "exclusively") if lease.shared else ("exclusively", "shared")
+            raise LockUpgrade(
+                f"Lock {lease.name!r} is held {held} here, so it can't be acquired {wanted} as "
+                "well: a lease can't be upgraded or downgraded. Two readers that upgrade would "
+                "wait for each other for ever. Release it first, or acquire it exclusively from "
+                "the beginning.",
+                name=lease.name,
+                alias=self.config.alias,
+            )
         if claim.fenced and not lease.fenced:
             raise LockNotAcquired(
                 f"Lock {lease.name!r} is already held here with fenced=False, so it can't be "

@@ -29,7 +29,7 @@ from .fields import confused_texts, is_text, target_of
 
 SERIALISED, HIGH_WATER = "serialised", "high_water"
 MODES = (SERIALISED, HIGH_WATER)
-_LOCK_OPTIONS = ("ttl", "blocking_timeout", "backend", "required")
+_LOCK_OPTIONS = ("ttl", "blocking_timeout", "backend", "shared", "required")
 
 #: The names of locks, each with look-ups that find its rows among others.
 Rows = Sequence[tuple[str | None, Mapping[str, Any]]]

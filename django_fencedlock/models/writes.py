@@ -76,12 +76,11 @@ class Write:
             if given.released or not given.is_of_this_process():
                 raise self.lock_required("the given lease was released")
         lease = given or (current_lease(self.name) if self.name is not None else None)
-        if lease is not None and lease.fenced:
+        if lease is not None and lease.fenced and not lease.shared:
             return lease
         policy, label = self.fencing.spec.without_lock, self.fencing.model._meta.label
         if policy == "reject":
-            why = "the lease held here was acquired with fenced=False"
-            raise self.lock_required(why if lease is not None else "")
+            raise self.lock_required(_why_not_covered(lease) if lease is not None else "")
         if policy == "warn":
             facts = logs.facts(name=self.name, model=label)
             logger.warning("%s %s without lock %r", self.doing, label, self.name, extra=facts)
@@ -123,7 +122,11 @@ class Write:
     def _leases(self) -> list[Lease]:
         """Return the leases of the lock in this process, under any alias."""
         leases = (lease for each in [*services.values()] for lease in each.keeper.leases())
-        return [lease for lease in leases if lease.name == self.name and lease.fenced]
+        return [
+            lease
+            for lease in leases
+            if lease.name == self.name and lease.fenced and not lease.shared
+        ]
 
     @property
     def token(self) -> int:
@@ -200,6 +203,12 @@ class Write:
         why = "it was read before the lock was acquired, and written since; read it again under the"
         found = [*rows.values_list("pk", flat=True)[:1]]
         return self.error(f"{why} lock", pk=found[0], kind=StaleObject) if found else None
+
+
+def _why_not_covered(lease: Lease) -> str:
+    if lease.shared:
+        return "the lock is held shared here, and others may read the row meanwhile"
+    return "the lease held here was acquired with fenced=False"
 
 
 WRITTEN_SINCE = (

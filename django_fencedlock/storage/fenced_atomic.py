@@ -27,7 +27,8 @@ IDLE_TOO_LONG = "25P03"
 
 def grant_of(lease: Lease) -> WriteGrant:
     """Return the part of a lease that a database can check."""
-    return WriteGrant(lease.name, lease.token, lease.owner_id, lease.alias, patience=lease.ttl)
+    owner = lease.grant.fence_owner
+    return WriteGrant(lease.name, lease.token, owner, lease.alias, patience=lease.ttl)
 
 
 def is_pinned(connection: BaseDatabaseWrapper, grant: WriteGrant) -> bool:
@@ -55,7 +56,7 @@ def pinned_atomic(lease: Lease, using: str | None = None) -> Iterator[None]:
     block = PinnedBlock(lease, connection, savepoint=not _pinned_blocks(connection))
     with block, connection.execute_wrapper(_notice_rollback):
         if not is_newest(using, grant):
-            raise _stale(lease, overtaken(connection, grant))
+            raise _stale(lease, overtaken(connection, grant, lease.owner_id))
         block.grant = grant
         yield
 

@@ -17,7 +17,8 @@ from ..backends.interface import Grant
 from ..conf import AliasConfig
 from ..core.identity import Holder
 from .connections import SQLITE_BUSY_TIMEOUT, pool, test_connection, time_limited
-from .dialect import FENCE, Claimed, Ledger, Newest, Row, as_time, entry_of
+from .dialect import FENCE, Claimed, Newest, Row, as_time, entry_of
+from .readers import SharedLedger
 from .records import Records, ServerTime, durable, fetch, insert, private_query, rows_of
 from .text import fit_column
 from .vendors import LEDGERS
@@ -39,6 +40,15 @@ class Fences:
         entry = entry_of(claim, self._config.alias, self._label)
         return self._run(lambda ledger, used: ledger.record(used, entry, token, seen))
 
+    def record_all(self, grants: Sequence[Grant]) -> set[str]:
+        """Record a set of grants, each with its own token; see `SetLedger.record_all()`."""
+        known = [
+            (entry_of(grant, self._config.alias, self._label), grant.token)
+            for grant in grants
+            if grant.token is not None and not grant.shared
+        ]
+        return self._run(lambda ledger, used: ledger.record_all(used, known)) if known else set()
+
     def read(self, name: str) -> tuple[Row | None, Newest]:
         """Read a name's row of the registry, and its fence."""
         return self._run(
@@ -48,12 +58,12 @@ class Fences:
     def renew(self, grants: Sequence[Grant]) -> list[Grant]:
         """Renew the rows of grants; return those that a newer grant came after."""
 
-        def renew(ledger: Ledger, used: BaseDatabaseWrapper) -> list[Grant]:
+        def renew(ledger: SharedLedger, used: BaseDatabaseWrapper) -> list[Grant]:
             kept = ledger.renew(used, grants)
             gone = ledger.missing(used, grants, kept)
             overtaken = []
             for grant in (each for each in grants if each.owner in gone):
-                if ledger.newest(used, grant.name) != (grant.token, grant.owner):
+                if ledger.newest(used, grant.name) != (grant.token, grant.fence_owner):
                     overtaken.append(grant)
                 else:
                     # Only its row is missing.
@@ -72,7 +82,7 @@ class Fences:
         return LEDGERS[connections[self._config.fence_database].vendor].is_row_locked(error)
 
     def _run(
-        self, work: Callable[[Ledger, BaseDatabaseWrapper], T], patience: float | None = None
+        self, work: Callable[[SharedLedger, BaseDatabaseWrapper], T], patience: float | None = None
     ) -> T:
         sessions = pool(self._config.fence_database, self._timeout)
         return sessions.run(lambda used: work(LEDGERS[used.vendor], used), busy_timeout=patience)
@@ -100,6 +110,7 @@ class WriteGrant(NamedTuple):
 
     name: str
     token: int
+    #: In the fence: see `Grant.fence_owner`.
     owner: str
     alias: str
     #: For how long a silent transaction may keep the next grant waiting, in seconds.
@@ -179,6 +190,8 @@ class Revoked(NamedTuple):
     note: Note
     #: Whether it was done by this call.
     is_new: bool
+    #: Another grant was recorded since the fence was read, so it wasn't raised.
+    is_overtaken: bool = False
 
 
 class Revoking(Records):
@@ -187,35 +200,42 @@ class Revoking(Records):
     @private_query("force the release")
     def revoke(
         self,
-        held: Claimed,
+        held: Grant,
         by: str,
         *,
         proposed: int | None,
         seen: Newest | None = None,
         again: bool = False,
+        others: Sequence[str] = (),
     ) -> Revoked:
         """
         Raise the fence above every grant of the owner, and note who did it; twice, if `again`.
 
         The owner may be about to record the token `proposed` by its service, or the number after
         the fence `seen`: read before the service named the owner, or set by the first raise.
+        `others` are the owner ids of further readers, which share the first one's grant.
         """
         with durable(self.using, PATIENCE):
-            note = notes(self.using, [held.owner]).get(held.owner)
+            noted = notes(self.using, [held.owner, *others])
+            note = noted.get(held.owner)
             # Done before: a second forced release raises nothing, unless the holder came back.
             last = seen if note is None or again else None
-            is_new = held.fenced and self._raise(held, proposed or 0, last or (-1, ""))
-            if note is None:
-                by = fit_column(connections[self.using], by, 200)
-                values = {"name": held.name, "released_by": by, "released_at": ServerTime()}
-                added = insert(self.using, "ForcedRelease", owner=held.owner, **values)
+            is_raised = held.fenced and self._raise(held, proposed or 0, last or (-1, ""))
+            is_new = is_raised
+            by = fit_column(connections[self.using], by, 200)
+            values = {"name": held.name, "released_by": by, "released_at": ServerTime()}
+            for owner in {held.owner, *others}.difference(noted):
+                added = insert(self.using, "ForcedRelease", owner=owner, **values)
                 is_new = is_new or added is not None
-                note = notes(self.using, [held.owner])[held.owner]
-            fence = fetch(rows_of("Fence", self.using).filter(name=held.name), "token")
-            return Revoked(fence[0].token if held.fenced and fence else None, note, is_new)
+            note = note or notes(self.using, [held.owner])[held.owner]
+            fences = rows_of("Fence", self.using).filter(name=held.name)
+            found = fetch(fences, "token", "owner") if held.fenced else []
+            newest = (found[0].token, found[0].owner) if found else None
+            is_overtaken = not is_raised and newest not in (None, seen)
+            return Revoked(newest and newest[0], note, is_new, is_overtaken)
 
-    def _raise(self, held: Claimed, proposed: int, last: Newest) -> bool:
-        below = Q(owner=held.owner) | Q(token__lt=proposed) | Q(token=last[0], owner=last[1])
+    def _raise(self, held: Grant, proposed: int, last: Newest) -> bool:
+        below = Q(owner=held.fence_owner) | Q(token__lt=proposed) | Q(token=last[0], owner=last[1])
         token = Greatest("token", Value(proposed)) + 1
         return _raise_or_make(self.using, held.name, below, token, proposed and proposed + 1)
 
@@ -260,9 +280,14 @@ def told(using: str, owners: Sequence[str]) -> dict[str, str]:
 
 
 def overtaken(
-    connection: BaseDatabaseWrapper, grant: WriteGrant
+    connection: BaseDatabaseWrapper, grant: WriteGrant, reader: str = ""
 ) -> tuple[str, Holder | None] | None:
-    """Return why `grant` isn't the newest, and the holder of the newest; None if it is."""
+    """
+    Return why `grant` isn't the newest, and the holder of the newest; None if it is.
+
+    Args:
+        reader: The owner id, if it is a reader's.
+    """
     ledger = LEDGERS[connection.vendor]
     newest = ledger.newest(connection, grant.name)
     if newest == (grant.token, grant.owner):
@@ -272,10 +297,13 @@ def overtaken(
     token, owner = newest
     why = f"the newest token is {token}"
     row = ledger.look(connection, grant.name)
-    if row is not None and row.owner.id == owner:
+    if row is not None and row.token == token:
         holder = row.holder()
         return f"{why}, granted to {holder}", holder
-    note = notes(connection.alias, [grant.owner]).get(grant.owner)
+    released = reader or grant.owner
+    note = notes(connection.alias, [released]).get(released)
+    if note is None and reader and not owner:
+        return f"{why}: it was raised, as by the forced release of another reader", None
     return f"{why}: {note}" if note else why, None
 
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
-from django.db import Error
+from django.db import Error, IntegrityError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .dialect import CLEAR, FENCE, HELD, Entry, Ledger, find_pin
+from .dialect import CLEAR, FENCE, HELD, Claimed, Entry, find_pin
 from .postgresql import PostgresLedger
+from .readers import SharedLedger
 from .text import fit_column
 
+T = TypeVar("T")
+
+#: How often a transaction is tried that loses a deadlock.
+TRIES = 4
 #: MariaDB answers NOWAIT with the first, MySQL with the last.
 LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT = 1205, 1213, 3572
 #: Columns with texts that the database may be unable to store.
 _TEXTS = ("host", "thread", "task_name", "task_id")
 
 
-class MySQLLedger(Ledger):
+class MySQLLedger(SharedLedger):
     """The ledger on MariaDB and MySQL."""
 
     clock = "UTC_TIMESTAMP(6)"
@@ -29,10 +35,50 @@ class MySQLLedger(Ledger):
     # IGNORE alone locks a live row, and the renewals of that row leave it out. The UPDATE that
     # follows unlocks at once what it doesn't change (under READ COMMITTED).
     if_absent = (
-        f"SELECT {{}} FROM DUAL WHERE NOT EXISTS (SELECT 1 FROM {HELD} x WHERE x.name = %(name)s)"
+        f"SELECT {{}} FROM DUAL WHERE NOT EXISTS (SELECT 1 FROM {HELD} x "
+        "WHERE x.name = %(name)s AND x.slot = %(slot)s)"
     )
     lock_rows = " FOR UPDATE"
     lock_free_rows = " FOR UPDATE SKIP LOCKED"
+    on_conflict, rejected = "ON DUPLICATE KEY UPDATE", "VALUES({column})"
+
+    def claim_all(
+        self, connection: BaseDatabaseWrapper, entries: Sequence[Entry]
+    ) -> list[int | None] | None:
+        try:
+            return self._repeat(super().claim_all, connection, entries)
+        except IntegrityError:
+            # Another session inserted a row at this very moment.
+            return None
+
+    def record_all(
+        self, connection: BaseDatabaseWrapper, grants: Sequence[tuple[Entry, int]]
+    ) -> set[str]:
+        return self._repeat(super().record_all, connection, grants)
+
+    def clear_all(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
+        return self._repeat(super().clear_all, connection, leases)
+
+    def claim_shared(
+        self, connection: BaseDatabaseWrapper, entry: Entry
+    ) -> tuple[bool, int | None]:
+        return self._repeat(super().claim_shared, connection, entry)
+
+    def _settle(
+        self, connection: BaseDatabaseWrapper, name: str, leaving: str = ""
+    ) -> tuple[bool, bool]:
+        return self._repeat(super()._settle, connection, name, leaving)
+
+    def _repeat(self, work: Callable[..., T], connection: BaseDatabaseWrapper, *given: Any) -> T:
+        # InnoDB also locks what was deleted just now, so two sets may lose a deadlock in spite of
+        # their order. The transaction was rolled back.
+        for left in reversed(range(TRIES)):
+            try:
+                return work(connection, *given)
+            except Error as exc:
+                if not left or connection.in_atomic_block or exc.args[:1] != (DEADLOCK,):
+                    raise
+        raise AssertionError("unreachable")
 
     def values(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
         values = entry.values()
@@ -92,8 +138,8 @@ class MySQLLedger(Ledger):
 
 
 #: By the vendor of a connection: the ledger that speaks its dialect.
-LEDGERS: dict[str, Ledger] = {
+LEDGERS: dict[str, SharedLedger] = {
     "postgresql": PostgresLedger(),
-    "sqlite": Ledger(),
+    "sqlite": SharedLedger(),
     "mysql": MySQLLedger(),
 }

@@ -264,13 +264,16 @@ class PostgresBackend(Backend):
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
         given = {"names": list(names), "keys": [self._requests.key(name) for name in names]}
-        holders = {}
+        holders: dict[str, Held] = {}
         found = self._query("look up locks", None, sql.HOLDERS, given) if names else ()
-        for name, pid, application, waiting, *row in found:
-            held = Held(identity=read_application_name(application))
+        for name, pid, shared, application, waiting, *row in found:
+            held = Held(identity=read_application_name(application), shared=shared)
             if row[0]:
                 held = read_holder(row)
-            holders[name] = held._replace(session_pid=pid, waiting=waiting)
+            held = held._replace(session_pid=pid, waiting=waiting)
+            first = holders.setdefault(name, held)
+            if first is not held:
+                holders[name] = first._replace(others=(*first.others, held))
         return holders
 
     # Housekeeping

@@ -262,8 +262,8 @@ class Requests:
 
 def read_holder(row: Sequence[Any]) -> Held:
     """Read the columns of `statements.HOLDER`."""
-    session_pid, _, _, expires_in, held_for, token = row[9:]
-    held = Held(row[0], Owner(*row[:9]).identity, token, expires_in)
+    session_pid, _, _, shared, expires_in, held_for, token = row[9:]
+    held = Held(row[0], Owner(*row[:9]).identity, token, expires_in, shared=shared)
     return held._replace(held_for=held_for, session_pid=session_pid)
 
 

@@ -18,6 +18,11 @@ LOCKS = """locks AS MATERIALIZED (
 # process that is paused or unreachable. 0 turns the limit off.
 _IDLE = "set_config('idle_session_timeout', %(idle)s, false)"
 
+#: Whether a row says that the name is live at another lock service. The row that readers of the
+#: database backend lock doesn't.
+_ELSEWHERE = f"""h.expires_at > clock_timestamp() AND h.owner <> '{SHARED}'
+    AND (h.alias <> %(alias)s::text OR h.backend <> %(backend)s::text)"""
+
 # The registry row is written first: its condition is checked against the newest version of the
 # row, also after a long wait. A name that is live at another lock service keeps its fence.
 # LATERAL: otherwise the clock might be read before the wait.
@@ -26,8 +31,10 @@ h AS (
     {INTO_HELD}
     SELECT {{values}}, {TIMES}
     FROM l CROSS JOIN LATERAL (SELECT clock_timestamp() AS now WHERE {{ok}}) c
-    ON CONFLICT (name) DO UPDATE SET {SET_ALL}
-    WHERE h.expires_at <= clock_timestamp()
+    WHERE NOT EXISTS (
+        SELECT 1 FROM {HELD} h WHERE h.name = {{name}} AND h.slot <> '' AND {_ELSEWHERE})
+    ON CONFLICT (name, slot) DO UPDATE SET {SET_ALL}
+    WHERE h.expires_at <= clock_timestamp() OR h.owner = '{SHARED}'
     OR (h.alias = EXCLUDED.alias AND h.backend = EXCLUDED.backend)
     RETURNING h.name, h.owner),
 f AS (
@@ -48,19 +55,24 @@ l AS MATERIALIZED (SELECT g.ok, set_config('lock_timeout', '{LOCK_WAIT}', true) 
 
 # What a holder's row says of it; the first nine columns are the fields of `Owner`.
 HOLDER = """h.owner, h.host, h.boot_id, h.pid_namespace, h.pid, h.pid_started, h.thread,
-    h.task_name, h.task_id, h.session_pid, h.alias, h.backend,
+    h.task_name, h.task_id, h.session_pid, h.alias, h.backend, h.slot <> '' AS shared,
     extract(epoch FROM h.expires_at - clock_timestamp())::double precision AS expires_in,
     extract(epoch FROM clock_timestamp() - h.acquired_at)::double precision AS held_for,"""
-HOLDER += f"(SELECT f.token FROM {FENCE} f WHERE f.name = h.name AND f.owner = h.owner) AS token"
+HOLDER += f"""(SELECT f.token FROM {FENCE} f WHERE f.name = h.name
+    AND f.owner = CASE WHEN h.slot = '' THEN h.owner ELSE '{SHARED}' END) AS token"""
+# The row that most likely refused a claim: one of this service, unless its key was free.
+_REFUSING = f"""h.owner <> '{SHARED}'
+    ORDER BY (h.alias = %(alias)s::text AND h.backend = %(backend)s::text) = l.ok,
+    h.expires_at DESC LIMIT 1"""
 
 # Each claim returns: whether the key was free; the token, NULL if the name is live at another lock
 # service; the server process. Without a grant, a fenced one also returns the row of the name.
 _GRANTED = f"pg_backend_pid(), CASE WHEN l.ok THEN {_IDLE} END"
 _UNFENCED = f"SELECT l.ok, NULL::bigint, {_GRANTED} FROM l"
-_FENCED = f"""{_RECORD.format(values=VALUES, ok="l.ok")}
+_FENCED = f"""{_RECORD.format(values=VALUES, ok="l.ok", name="%(name)s::text")}
 SELECT l.ok, (SELECT f.token FROM f), {_GRANTED}, x.* FROM l LEFT JOIN LATERAL (
     SELECT {HOLDER} FROM {HELD} h WHERE h.name = %(name)s::text
-    AND (NOT l.ok OR NOT EXISTS (SELECT 1 FROM f))) x ON true
+    AND (NOT l.ok OR NOT EXISTS (SELECT 1 FROM f)) AND {_REFUSING}) x ON true
 """
 # A reader on a session that has the key for other readers doesn't ask the server for it again, so
 # it has to look whether anybody waits: the server stops new readers only on other sessions. The
@@ -78,8 +90,6 @@ _WAIT_TO_SHARE = _WAIT_FOR_KEY.replace("pg_advisory_lock(", "pg_advisory_lock_sh
 # which lets other readers' transactions be; and it is read only if readers have the fence in the
 # snapshot: two readers that have the row locked so would each wait to update it.
 # Without a token, a writer came after the snapshot, and a further statement reads its grant.
-_ELSEWHERE = """h.expires_at > clock_timestamp()
-    AND (h.alias <> %(alias)s::text OR h.backend <> %(backend)s::text)"""
 _SHARE = f"""
 o AS MATERIALIZED (SELECT l.ok AND NOT EXISTS (
     SELECT 1 FROM {HELD} h WHERE h.name = %(name)s::text AND {_ELSEWHERE}) AS ok FROM l),
@@ -100,10 +110,10 @@ h AS (
     {INTO_HELD}
     SELECT {VALUES}, {TIMES} FROM t CROSS JOIN LATERAL (
         SELECT clock_timestamp() AS now WHERE t.token IS NOT NULL) c
-    ON CONFLICT (name) DO UPDATE SET {SET_ALL})
+    ON CONFLICT (name, slot) DO UPDATE SET {SET_ALL})
 SELECT l.ok, (SELECT t.token FROM t), {_GRANTED}, x.* FROM l LEFT JOIN LATERAL (
     SELECT {HOLDER} FROM {HELD} h WHERE h.name = %(name)s::text
-    AND (NOT l.ok OR NOT EXISTS (SELECT 1 FROM t) AND {_ELSEWHERE})) x ON true
+    AND (NOT l.ok OR NOT EXISTS (SELECT 1 FROM t) AND {_ELSEWHERE}) AND {_REFUSING}) x ON true
 """
 #: By whether the claim is shared, and whether it is fenced.
 TRY = {
@@ -135,11 +145,12 @@ _ALL_GRANTED = f"""pg_backend_pid(), CASE WHEN a.ok THEN {_IDLE}
 
 # Claim all or none: a row for each, in their order, as a single claim has it.
 _TRY_ALL = f"""
-WITH {_TRY_KEYS}, {_RECORD.format(values=_EACH, ok="(SELECT a.ok FROM a)")}
+WITH {_TRY_KEYS}, {_RECORD.format(values=_EACH, ok="(SELECT a.ok FROM a)", name="l.name")}
 SELECT l.ok, f.token, {_ALL_GRANTED}, x.*
 FROM l CROSS JOIN a LEFT JOIN f ON f.name = l.name LEFT JOIN LATERAL (
     SELECT {HOLDER} FROM {HELD} h
-    WHERE h.name = l.name AND NOT (l.ok AND (f.token IS NOT NULL OR NOT a.ok))) x ON true
+    WHERE h.name = l.name AND NOT (l.ok AND (f.token IS NOT NULL OR NOT a.ok))
+    AND {_REFUSING}) x ON true
 ORDER BY l.place
 """
 _TRY_ALL_UNFENCED = f"""
@@ -217,13 +228,11 @@ w AS MATERIALIZED (
     LEFT JOIN locks k ON k.key = w.key AND k.pid = pg_backend_pid() AND k.granted
     LEFT JOIN {FORCED} r ON r.owner = w.owner),
 p AS MATERIALIZED (
-    SELECT h.name, h.owner, w.ttl FROM {HELD} h
-    JOIN w ON h.name = w.name AND h.owner = w.owner
+    SELECT h.id, w.ttl FROM {HELD} h JOIN w ON h.name = w.name AND h.owner = w.owner
     WHERE w.held AND NOT w.forced FOR UPDATE OF h SKIP LOCKED),
 u AS (
     UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
-    FROM p, (SELECT clock_timestamp() AS now) c
-    WHERE h.name = p.name AND h.owner = p.owner
+    FROM p, (SELECT clock_timestamp() AS now) c WHERE h.id = p.id
     RETURNING h.owner)
 SELECT w.owner, w.held, u.owner IS NOT NULL, x.owner IS NOT NULL AND NOT w.forced, w.forced
 FROM w LEFT JOIN u ON u.owner = w.owner
@@ -242,11 +251,13 @@ AND (NOT %(fenced)s OR EXISTS (
 # key, and the registry row of that very session.
 HOLDERS = f"""
 WITH {LOCKS}, q AS (SELECT key, count(*) AS waiting FROM locks WHERE NOT granted GROUP BY key)
-SELECT w.name, k.pid, a.application_name, coalesce(q.waiting, 0), {HOLDER}
+SELECT w.name, k.pid, k.shared, a.application_name, coalesce(q.waiting, 0), {HOLDER}
 FROM unnest(%(names)s::text[], %(keys)s::bigint[]) AS w(name, key)
 JOIN locks k ON k.key = w.key AND k.granted LEFT JOIN pg_stat_activity a ON a.pid = k.pid
 LEFT JOIN q ON q.key = w.key
 LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid AND h.session_key = k.key
+    AND (h.slot <> '') = k.shared
+ORDER BY h.acquired_at
 """
 
 # With the time zone written out: with USE_TZ = False an hour of autumn would be ambiguous.

@@ -16,6 +16,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, Error
 
 from ... import conf
+from ...backends.interface import SHARED
 from ...core import names
 from ...exceptions import BackendUnavailable, FencedLockError, SettingsError
 from ...ops import doctor, registry, resync
@@ -132,10 +133,12 @@ class Command(BaseCommand):
             )
         done = Release(name, "".join(alias[:1]), Outcome.NOT_HELD)
         for held in holders:
-            if not yes and held.owner_id and owner in (None, held.owner_id):
-                self._confirm(held, options.get("stdin") or sys.stdin)
-            # Only the holder that was shown, or named by --owner, loses the lock.
-            done = force_release(name, by=by, backend=held.alias, owner_id=owner or held.owner_id)
+            shown = held if owner is None else held.only([owner])
+            if not yes and shown and shown.owner_id:
+                self._confirm(shown, options.get("stdin") or sys.stdin)
+            # Only the holders that were shown, or the one named by --owner, lose the lock.
+            owners = owner or [each.owner_id for each in held.holders]
+            done = force_release(name, by=by, backend=held.alias, owner_id=owners)
         told = str(done)
         self._put({**asdict(done), "done": done.done, "message": told}, [escape_control(told)])
         return 0 if done.done else 1
@@ -146,6 +149,7 @@ class Command(BaseCommand):
         for line in (
             f"Lock {found.name!r} ({where}) is held by {found.holder}.{expired}",
             f"Its owner id is {found.owner_id}.",
+            *(f"Another reader is {each}, owner id {each.owner_id}." for each in found.others),
             *consequences(found.fenced, found.holder.session_pid),
         ):
             self.stdout.write(escape_control(line))
@@ -253,11 +257,16 @@ def _token(entry: registry.ListedLock) -> str:
 def _details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
     for asked in found.services:
         says = "not held" if asked.holder is None else f"held by {asked.holder}"
+        if asked.holder is not None and asked.holder.shared:
+            says = f"shared by {1 + len(asked.others)}: {asked.holder}"
         if asked.holder is not None and asked.holder.session_pid:
             says += f", server session {asked.holder.session_pid}"
         yield f"alias {asked.alias!r}", asked.error or says
+        for reader in asked.others:
+            yield "", str(reader)
     for fence in found.fences:
         owner = f"of owner {fence.owner}" if fence.owner else "without an owner: it was raised"
+        owner = "of readers" if fence.owner == SHARED else owner
         yield f"database {fence.database!r}", f"newest token {fence.token}, {owner}"
         if fence.pinned_by:
             yield "", f"the next grant waits for {fence.pinned_by}"

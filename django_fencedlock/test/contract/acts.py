@@ -49,8 +49,16 @@ def hammer(alias: str, name: str, threads: int, seconds: float) -> tuple[int, in
 _held: dict[str, Lease] = {}
 
 
-def hold(alias: str, name: str, wait: float = 0.0, ttl: float = LONG, fenced: bool = True) -> int:
-    lease = lock(name, ttl=ttl, backend=alias, fenced=fenced).acquire(blocking_timeout=wait)
+def hold(
+    alias: str,
+    name: str,
+    wait: float = 0.0,
+    ttl: float = LONG,
+    fenced: bool = True,
+    shared: bool = False,
+) -> int:
+    found = lock(name, ttl=ttl, backend=alias, fenced=fenced, shared=shared)
+    lease = found.acquire(blocking_timeout=wait)
     assert lease is not None, f"Lock {name!r} isn't free."
     _held[name] = lease
     return lease.token if fenced else 0
