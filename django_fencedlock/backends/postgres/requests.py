@@ -65,7 +65,10 @@ class Requests:
             else:
                 rest[key] = claim
         if rest and not _refused(answers):
-            statement = sql.TRY_ALL if claims[0].fenced else sql.TRY_ALL_UNFENCED
+            if len(rest) == 1:
+                statement = sql.TRY if claims[0].fenced else sql.TRY_UNFENCED
+            else:
+                statement = sql.TRY_ALL if claims[0].fenced else sql.TRY_ALL_UNFENCED
             answers |= self._send(self._session_for(claims), rest, statement)
         if refused := _refused(answers):
             # The owners may have had some of the locks before.
