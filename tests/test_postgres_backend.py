@@ -362,12 +362,17 @@ class TestSets:
         assert [each.token for each in take_all(peer, claims)] == [3, 3, 2]
 
     def test_locks_that_the_owners_had_before_go_as_well(self, backend, peer, claims):
+        assert backend.release_all(take_all(backend, claims[:1])) == [True]
         take(peer, claims[2])
         take(backend, claims[0])
+        assert backend.acquire_all(anew(claims[2:])).keys() == {claims[2].name}
         assert backend.acquire_all(anew(claims[:2]) + claims[2:]).keys() == {claims[0].name}
         assert backend.acquire_all(claims[:2] + anew(claims[2:])).keys() == {claims[2].name}
         assert not backend._local.by_key
         assert held_names(claims) == {claims[2].name}
+        first = take(backend, claims[0])
+        taken = take_all(backend, claims[:2])
+        assert (taken[0].token, taken[0].handle) == (first.token, first.handle)
 
     @pytest.mark.parametrize("other", [{"alias": "other"}, {"backend": "redis"}])
     def test_a_name_that_is_live_elsewhere_refuses_the_set(self, backend, peer, claims, other):

@@ -68,7 +68,8 @@ class Requests:
         if rest and not _refused(answers):
             session = self._session_for(claims)
             holds = [Hold(claim, key, session, claim.ttl) for key, claim in rest.items()]
-            answers |= self._send(holds, sql.TRY_ALL[claims[0].fenced])
+            alone, many = sql.TRY[False, claims[0].fenced], sql.TRY_ALL[claims[0].fenced]
+            answers |= self._send(holds, many if len(holds) > 1 else alone)
         if refused := _refused(answers):
             # The owners may have had some of the locks before.
             self.release_all([each.handle for each in _granted(answers.values())])
