@@ -21,6 +21,7 @@ from .exceptions import (
     WrongDatabase,
 )
 from .lease import Lease, current_lease
+from .lock_sets import LeaseSet, lock_all
 from .locks import lock
 from .ops.force_release import force_release
 
@@ -34,6 +35,7 @@ __all__ = [
     "InsideTransaction",
     "Lease",
     "LeaseLost",
+    "LeaseSet",
     "LockNotAcquired",
     "LockRequired",
     "LockUpgrade",
@@ -49,4 +51,5 @@ __all__ = [
     "current_lease",
     "force_release",
     "lock",
+    "lock_all",
 ]

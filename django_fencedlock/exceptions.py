@@ -45,6 +45,8 @@ class LockNotAcquired(FencedLockError):
     name: str
     alias: str
     holder: Holder | None
+    #: Of a set of locks: the holder of each that was taken, by name; None if it is unknown.
+    holders: dict[str, Holder | None] | None
 
 
 class LockUpgrade(FencedLockError, RuntimeError):

@@ -9,24 +9,24 @@ import logging
 import math
 import os
 import sys
-import time
-import weakref
 from asyncio import _get_running_loop as running_loop
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from django.core.exceptions import SynchronousOnlyOperation
 
-from . import logs
+from . import lease_context, logs
 from .core import runtime
-from .core.identity import Holder, LocalHolder, current_holder, describe_identity
+from .core.identity import Holder, LocalHolder, OfHolder, current_holder, describe_identity
 from .core.names import a_value_of
 from .core.runtime import clock
 from .exceptions import BackendUnavailable, LeaseLost, NotTheHolder, Unfenced
+
+if TYPE_CHECKING:
+    from typing import Self
 
 logger = logging.getLogger(__name__)
 
@@ -35,59 +35,210 @@ Duration = float | int | timedelta
 #: What the end of a block is given.
 ErrorType = type[BaseException] | None
 Error = BaseException | None
-
-
-#: Seconds after which the end of a call in a thread was noticed: it hands over its result before.
-NOTICED = 1.0
+#: Those that are renewed and released together.
+Leases = Sequence["Lease"]
 
 
 class Control(Protocol):
     """What a lease asks of the part that took it."""
 
     def verify(self, lease: Lease) -> bool: ...
-    def renew(self, lease: Lease, ttl: Duration | None) -> None: ...
-    def release(self, lease: Lease, who: LocalHolder | None = None) -> bool: ...
-    async def arelease(self, lease: Lease, who: LocalHolder | None = None) -> bool: ...
-    def give_back(self, lease: Lease, who: LocalHolder | None) -> None: ...
-    def atomic(self, lease: Lease, using: str | None) -> AbstractContextManager[None]: ...
+    def renew(self, leases: Leases, ttl: Duration | None) -> None: ...
+    def release(self, leases: Leases, who: LocalHolder | None = None) -> bool: ...
+    async def arelease(self, leases: Leases, who: LocalHolder | None = None) -> bool: ...
+    def give_back(self, leases: Leases, who: LocalHolder | None) -> None: ...
+    def atomic(self, leases: Leases, using: str | None) -> AbstractContextManager[None]: ...
+    def lose_with(self, leases: Leases, why: str) -> None: ...
     def explain(self, leases: Sequence[Lease]) -> None: ...
     def abandon(self, lease: Lease) -> None: ...
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T: ...
 
 
-class OfHolder:
-    """What a task, greenlet, thread or call has begun: other code may end it only after that."""
+class Holding(OfHolder):
+    """One lease, or several that are renewed and released together."""
 
-    # Weak: a holder that is gone has ended.
-    _who: Callable[[], LocalHolder | None] | None = None
+    #: How error messages write it.
+    _word: str
+    _control: Control
 
-    def __init__(self, who: LocalHolder | None) -> None:
-        if who is not None:
-            self._who = weakref.ref(who)
+    def __init__(self, control: Control, who: LocalHolder | None) -> None:
+        super().__init__(who)
+        self._control = control
 
-    @property
-    def who(self) -> LocalHolder | None:
-        """The task, greenlet, thread or call that began it; None once it is gone."""
-        return None if self._who is None else self._who()
+    def _all(self) -> Leases:
+        raise NotImplementedError
 
-    def is_left(self) -> bool:
-        """Whether the code that began it has ended, so that any other code may end it."""
-        return self._who is not None and ((who := self._who()) is None or who.has_ended())
+    def _suspects(self) -> Leases:
+        """The leases, first the one whose loss is the reason of the others'."""
+        return self._all()
 
-    def wait_until_left(self) -> bool:
-        """As `is_left()`, for code that may know of the end before it was noticed here."""
-        for pause in self.pauses_until_left():
-            time.sleep(pause)
-        return self.is_left()
+    def _open(self) -> Leases:
+        return [lease for lease in self._all() if lease.is_open()]
 
-    def pauses_until_left(self) -> Iterator[float]:
-        """Yield the pauses of a wait until the end is noticed; a coroutine may not block."""
-        until = clock() + NOTICED
-        while not self.is_left() and clock() < until and getattr(self.who, "may_be_call", True):
-            yield 0.001
+    def renew(self, ttl: Duration | None = None) -> None:
+        """
+        Make it last `ttl` from now; without one, the ttl that it has. Raises `LeaseLost`.
+
+        A lease that was held for longer than its ``max_hold`` is lost then.
+        """
+        forbid_in_event_loop(f"{self._word}.renew()", f"await {self._word}.arenew()")
+        self._require_open()
+        self._control.renew(self._all(), ttl)
+
+    def release(self) -> bool:
+        """
+        Release the lock; return False if the lock service no longer had this holder.
+
+        A lease that was entered several times is released by the last of as many releases, and
+        inside a transaction by its end.
+        """
+        forbid_in_event_loop(f"{self._word}.release()", f"await {self._word}.arelease()")
+        if not (leases := self._open()):
+            return False
+        try:
+            return _count_release(leases, self._control.release(leases))
+        finally:
+            self._leave()
+
+    async def arenew(self, ttl: Duration | None = None) -> None:
+        """See renew()."""
+        await self._control.in_thread(self.renew, ttl)
+
+    async def arelease(self) -> bool:
+        """See release()."""
+        if not (leases := self._open()):
+            return False
+        try:
+            return _count_release(leases, await self._control.arelease(leases))
+        finally:
+            self._leave()
+
+    def __enter__(self) -> Self:
+        """Release the lock at the end of the block. This doesn't enter the lease once more."""
+        who = self._begin_block(self.wait_until_left)
+        try:
+            forbid_in_event_loop(f"with {self._word}", f"async with {self._word}")
+        except SynchronousOnlyOperation:
+            self._release_in_thread()
+            raise
+        try:
+            self._require_open()
+        except LeaseLost:
+            self.end_block(None, None, who)
+            raise
+        return self
+
+    def __exit__(self, kind: ErrorType, error: Error, trace: object) -> None:
+        self.end_block(kind, error, current_holder())
+
+    async def __aenter__(self) -> Self:
+        """See __enter__()."""
+        if self._open() and self.who is not current_holder():
+            for pause in self.pauses_until_left():
+                await asyncio.sleep(pause)
+        who = self._begin_block(self.is_left)
+        try:
+            self._require_open()
+        except LeaseLost:
+            await self.aend_block(None, None, who)
+            raise
+        return self
+
+    async def __aexit__(self, kind: ErrorType, error: Error, trace: object) -> None:
+        await self.aend_block(kind, error, current_holder())
+
+    def _begin_block(self, is_left: Callable[[], bool]) -> LocalHolder:
+        """Let the block release what one `acquire()` acquired; return the code's holder."""
+        who = current_holder()
+        leases = self._open()
+        if leases and self.who is not who and not is_left():
+            raise leases[0].not_the_holder()
+        for lease in leases:
+            if not lease.to_release:
+                raise RuntimeError(
+                    f"Lock {lease.name!r} is released by the block or the task that acquired it; "
+                    f"`with {self._word}` would release it too early. Remove `with {self._word}`, "
+                    f"or write `with lock({lease.name!r})`."
+                )
+        for lease in leases:
+            lease.to_release -= 1
+        return who
+
+    def end_block(self, kind: ErrorType, error: Error, who: LocalHolder | None) -> None:
+        """Release the lock at the end of a block, and raise its loss unless the block failed."""
+        if kind is GeneratorExit and self.who is not who:
+            self._release_in_thread()
+            return
+        try:
+            if leases := self._open():
+                self._control.give_back(leases, who)
+        finally:
+            self._leave()
+        if error is None:
+            self._raise_loss()
+
+    async def aend_block(self, kind: ErrorType, error: Error, who: LocalHolder | None) -> None:
+        """See end_block()."""
+        if kind is GeneratorExit:
+            # The coroutine is being closed, and can't await any more.
+            self._release_in_thread()
+            return
+        leases = self._open()
+        try:
+            if leases:
+                await self._control.arelease(leases, who)
+        except BackendUnavailable as exc:
+            for lease in leases:
+                logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
+        finally:
+            self._leave()
+        if error is None:
+            self._raise_loss()
+
+    def _release_in_thread(self) -> None:
+        """Release in another thread: the garbage collector may run inside any code."""
+        if leases := self._open():
+            runtime.start(partial(self._control.give_back, leases, self.who))
+
+    def give_back(self) -> None:
+        """Release what a holder acquired that can't take it any more."""
+        self._control.give_back(self._all(), self.who)
+
+    def enter(self) -> None:
+        """Make the leases the innermost ones of the running context."""
+        for lease in self._all():
+            lease_context.enter(lease)
+
+    def _leave(self) -> None:
+        for lease in self._all():
+            lease_context.leave(lease)
+
+    def _require_open(self) -> None:
+        for lease in self._suspects():
+            if lease.released or lease.lost:
+                lease.check()
+
+    def _raise_loss(self) -> None:
+        for lease in self._suspects():
+            if lease.why_lost:
+                raise lease.loss()
+
+    def atomic(self, using: str | None = None) -> AbstractContextManager[None]:
+        """
+        Open a transaction, the outermost one, in which everything is fenced by this lease.
+
+        The next grant waits for its end. It has to be on the database where the fences are.
+        """
+        return self._control.atomic(self._all(), using)
 
 
-class Lease(OfHolder):
+def _count_release(leases: Leases, answer: bool) -> bool:
+    for lease in leases:
+        lease.to_release = max(0, lease.to_release - 1)
+    return answer
+
+
+class Lease(Holding):
     """
     A lock that was granted, for as long as it is renewed. ``with lease:`` releases it at the end.
 
@@ -96,6 +247,7 @@ class Lease(OfHolder):
     writes of former holders.
     """
 
+    _word = "lease"
     name: str
     owner_id: str
     fenced: bool
@@ -116,7 +268,7 @@ class Lease(OfHolder):
         lent: Callable[[], bool] | None = None,
         clock: Callable[[], float] = clock,
     ) -> None:
-        super().__init__(who)
+        super().__init__(control, who)
         self.grant = grant
         self.name = grant.name
         self.owner_id = grant.owner
@@ -147,11 +299,13 @@ class Lease(OfHolder):
         self.why_lost = ""
         #: The reason is the one that is most likely; the database may have a better one.
         self.loss_is_guessed = False
-        self._control = control
         self._clock = clock
         self._pid = os.getpid()
         self._callbacks: list[Callable[[Lease], object]] = []
         self._interrupts: list[Callable[[Lease], object]] = []
+
+    def _all(self) -> Leases:
+        return (self,)
 
     @property
     def holder(self) -> Holder:
@@ -240,131 +394,9 @@ class Lease(OfHolder):
         forbid_in_event_loop("lease.verify()", "await lease.averify()")
         return self.is_open() and self._control.verify(self)
 
-    def renew(self, ttl: Duration | None = None) -> None:
-        """
-        Make the lease last `ttl` from now; without one, the ttl it has. Raises `LeaseLost`.
-
-        A lease that was held for longer than its ``max_hold`` is lost then.
-        """
-        forbid_in_event_loop("lease.renew()", "await lease.arenew()")
-        if self.released or self.lost:
-            self.check()
-        self._control.renew(self, ttl)
-
-    def release(self) -> bool:
-        """
-        Release the lock; return False if the lock service no longer had this holder.
-
-        A lease that was entered several times is released by the last of as many releases, and
-        inside a transaction by its end.
-        """
-        forbid_in_event_loop("lease.release()", "await lease.arelease()")
-        if not self.is_open():
-            return False
-        try:
-            return self._count_release(self._control.release(self))
-        finally:
-            leave(self)
-
     async def averify(self) -> bool:
         """See verify()."""
         return self.is_open() and await self._control.in_thread(self._control.verify, self)
-
-    async def arenew(self, ttl: Duration | None = None) -> None:
-        """See renew()."""
-        await self._control.in_thread(self.renew, ttl)
-
-    async def arelease(self) -> bool:
-        """See release()."""
-        if not self.is_open():
-            return False
-        try:
-            return self._count_release(await self._control.arelease(self))
-        finally:
-            leave(self)
-
-    def _count_release(self, answer: bool) -> bool:
-        self.to_release = max(0, self.to_release - 1)
-        return answer
-
-    def __enter__(self) -> Lease:
-        """Release the lock at the end of the block. This doesn't enter the lease once more."""
-        who = self._begin_block(self.wait_until_left)
-        try:
-            forbid_in_event_loop("with lease", "async with lease")
-        except SynchronousOnlyOperation:
-            self._release_in_thread()
-            raise
-        if self.released or self.lost:
-            self.end_block(None, None, who)
-            self.check()
-        return self
-
-    def __exit__(self, kind: ErrorType, error: Error, trace: object) -> None:
-        self.end_block(kind, error, current_holder())
-
-    async def __aenter__(self) -> Lease:
-        """See __enter__()."""
-        if self.is_open() and self.who is not current_holder():
-            for pause in self.pauses_until_left():
-                await asyncio.sleep(pause)
-        who = self._begin_block(self.is_left)
-        if self.released or self.lost:
-            await self.aend_block(None, None, who)
-            self.check()
-        return self
-
-    async def __aexit__(self, kind: ErrorType, error: Error, trace: object) -> None:
-        await self.aend_block(kind, error, current_holder())
-
-    def _begin_block(self, is_left: Callable[[], bool]) -> LocalHolder:
-        """Let the block release what one `Lock.acquire()` acquired; return the code's holder."""
-        who = current_holder()
-        if self.is_open():
-            if self.who is not who and not is_left():
-                raise self.not_the_holder()
-            if not self.to_release:
-                raise RuntimeError(
-                    f"Lock {self.name!r} is released by the block or the task that acquired it; "
-                    "`with lease` would release it too early. Remove `with lease`, or write "
-                    f"`with lock({self.name!r})`."
-                )
-            self.to_release -= 1
-        return who
-
-    def end_block(self, kind: ErrorType, error: Error, who: LocalHolder | None) -> None:
-        """Release the lock at the end of a block, and raise its loss unless the block failed."""
-        if kind is GeneratorExit and self.who is not who:
-            self._release_in_thread()
-            return
-        try:
-            if self.is_open():
-                self._control.give_back(self, who)
-        finally:
-            leave(self)
-        if error is None and self.why_lost:
-            raise self.loss()
-
-    async def aend_block(self, kind: ErrorType, error: Error, who: LocalHolder | None) -> None:
-        """See end_block()."""
-        if kind is GeneratorExit:
-            # The coroutine is being closed, and can't await any more.
-            self._release_in_thread()
-            return
-        try:
-            if self.is_open():
-                await self._control.arelease(self, who)
-        except BackendUnavailable as exc:
-            logs.left_to_run_out(logger, self.name, exc, logs.about(self))
-        finally:
-            leave(self)
-        if error is None and self.why_lost:
-            raise self.loss()
-
-    def _release_in_thread(self) -> None:
-        """Release in another thread: the garbage collector may run inside any code."""
-        if self.is_open():
-            runtime.start(partial(self._control.give_back, self, self.who))
 
     def not_the_holder(self) -> NotTheHolder:
         """Return the error for other code that would release it while its holder runs."""
@@ -373,14 +405,6 @@ class Lease(OfHolder):
             "may release it until it has ended.",
             name=self.name,
         )
-
-    def atomic(self, using: str | None = None) -> AbstractContextManager[None]:
-        """
-        Open a transaction, the outermost one, in which everything is fenced by this lease.
-
-        The next grant waits for its end. It has to be on the database where the fences are.
-        """
-        return self._control.atomic(self, using)
 
     def on_lost(self, callback: Callable[[Lease], object]) -> None:
         """Call `callback(lease)` once it is lost, from another thread; at once if it is already."""
@@ -483,10 +507,6 @@ def require_finished(result: T, function: Callable[..., Any], decorator: str, re
     return result
 
 
-# Weak: any task or timer may have a copy of the context, and would keep an abandoned lease.
-_leases: ContextVar[tuple[weakref.ref[Lease], ...]] = ContextVar("fencedlock_leases", default=())
-
-
 def current_lease(name: str | None = None) -> Lease | None:
     """
     Find the innermost lease of the running context, or the innermost of lock `name`.
@@ -494,38 +514,4 @@ def current_lease(name: str | None = None) -> Lease | None:
     A context that was copied (a child task, ``sync_to_async``) sees its parent's leases.
     A lost lease is found too: a write under it has to be rejected.
     """
-    for found in reversed(_leases.get()):
-        lease = found()
-        if lease and (name is None or lease.name == name) and lease.is_open():
-            return lease
-    return None
-
-
-def held_names() -> tuple[str, ...]:
-    """The names of the running context's leases, the innermost first."""
-    leases = (found() for found in reversed(_leases.get()))
-    return tuple(dict.fromkeys(lease.name for lease in leases if lease and lease.is_open()))
-
-
-def held_owners() -> tuple[str, ...]:
-    """The owner ids of the running context's leases; one that is over among them does no harm."""
-    return tuple(lease.owner_id for found in _leases.get() if (lease := found()))
-
-
-def enter(lease: Lease) -> None:
-    """Make `lease` the innermost one of the running context."""
-    leases = _leases.get()
-    # Entries stay of leases that another context released. They are looked for at each doubling
-    # alone: with thousands of leases, a look at all of them takes longer than the lock.
-    if leases and len(leases) & (len(leases) - 1) == 0:
-        leases = tuple(each for each in leases if (found := each()) and found.is_open())
-    _leases.set((*leases, weakref.ref(lease)))
-
-
-def leave(lease: Lease) -> None:
-    """Take the innermost entry of `lease` out of the running context."""
-    leases = _leases.get()
-    for place in reversed(range(len(leases))):
-        if leases[place]() is lease:
-            _leases.set(leases[:place] + leases[place + 1 :])
-            return
+    return cast("Lease | None", lease_context.find(name))

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import inspect
-import random
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, Literal, Never, cast, overload
 
-from asgiref.sync import iscoroutinefunction, sync_to_async
+from asgiref.sync import iscoroutinefunction
 
 from . import conf
+from .acquiring import Acquiring, suspended_block
 from .backends.interface import Claim, Wait
 from .conf import UNSET, Unset
 from .core import aio, names
-from .core.grants import FIRST_PAUSE, LONGEST_PAUSE, new_claim
-from .core.identity import Holder, LocalHolder, current_holder
+from .core.grants import new_claim
+from .core.identity import Holder, LocalHolder, OfHolder, current_holder
 from .core.manager import Service, service, services
 from .core.runtime import clock
-from .exceptions import FencedLockError, NotTheHolder
+from .exceptions import FencedLockError
 from .lease import (
     Duration,
-    Error,
-    ErrorType,
     Lease,
-    OfHolder,
-    enter,
     forbid_in_event_loop,
     require_finished,
 )
+from .lease_context import enter
 
 if TYPE_CHECKING:
     # At run time, a type variable has a default from Python 3.13 on.
@@ -59,7 +53,7 @@ _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 _validate = functools.lru_cache(1024)(names.validate)
 
 
-class Lock(Generic[L]):
+class Lock(Acquiring, Generic[L]):
     """
     A lock by name, for ``with``, ``async with``, ``acquire()``, ``aacquire()``, or as a decorator.
 
@@ -79,8 +73,7 @@ class Lock(Generic[L]):
             holder has it. Else ``with`` raises `LockNotAcquired`.
     """
 
-    #: repr() shows them, also of an object whose __init__() has failed.
-    name = backend = ""
+    #: repr() shows it, also of an object whose __init__() has failed.
     shared = False
 
     @overload
@@ -128,30 +121,8 @@ class Lock(Generic[L]):
         if type(name) is not str:
             _forbid_bare(name)
         self.name = _validate(name) if type(name) is str else names.validate(name)
-        self.backend = backend
-        self.fenced = fenced
+        super().__init__(ttl, blocking_timeout, backend, fenced, required)
         self.shared = shared
-        self.required = required
-        #: The template that the name was made of, if it was made of one.
-        self.pattern = ""
-        self._ttl = None if ttl is None else conf.seconds(ttl, "ttl")
-        self._blocking_timeout = (
-            None if blocking_timeout is UNSET else conf.patience(blocking_timeout)
-        )
-        # Of each block that is open now, its generator or coroutine, and its lease: one object may
-        # serve several threads.
-        self._entered: list[tuple[object, OfHolder]] = []
-
-    @property
-    def ttl(self) -> float:
-        """How long the lock lasts unless it is renewed, in seconds."""
-        return self._ttl or self._service.config.ttl
-
-    @property
-    def blocking_timeout(self) -> float:
-        """How long to wait for the lock, in seconds; infinite for no limit."""
-        given = self._blocking_timeout
-        return self._service.config.blocking_timeout if given is None else given
 
     def acquire(
         self,
@@ -183,7 +154,7 @@ class Lock(Generic[L]):
             raise
         except BaseException:
             # Ctrl-C, or a signal's handler: the caller doesn't get the lease.
-            control.interrupted(claim, wait)
+            control.interrupted([claim], wait)
             raise
 
     async def aacquire(
@@ -206,7 +177,7 @@ class Lock(Generic[L]):
 
     def __enter__(self) -> L:
         forbid_in_event_loop(f"lock({self.name!r})", "async with {}")
-        block, control = _suspended_block(), services.get(self.backend) or service(self.backend)
+        block, control = suspended_block(), services.get(self.backend) or service(self.backend)
         claim, who, wait = self._ask(control, True, UNSET)
         try:
             lease = control.acquire(claim, wait, who, pattern=self.pattern)
@@ -214,36 +185,30 @@ class Lock(Generic[L]):
                 enter(lease)
             elif self.required:
                 waited = clock() - wait.since
-                raise control.grants.refusal(self.name, waited, self.fenced, wait.held)
+                held, shared = wait.held, self.shared
+                raise control.grants.refusal(self.name, waited, self.fenced, held, shared)
             self._entered.append((block, lease or OfHolder(who)))
             return cast(L, lease)
         except FencedLockError:
             raise
         except BaseException:
             # As in acquire(): a block that was never entered is never left.
-            control.interrupted(claim, wait)
+            control.interrupted([claim], wait)
             raise
 
-    def __exit__(self, kind: ErrorType, error: Error, trace: object) -> None:
-        lease = self._leave_block(_suspended_block(), kind, OfHolder.wait_until_left)
-        if lease is not None:
-            lease.end_block(kind, error, current_holder())
-
     async def __aenter__(self) -> L:
-        block = _suspended_block()
+        block = suspended_block()
         claim, who, wait = self._ask(self._service, True, UNSET)
         lease = await self._aacquire(claim, who, wait)
         if lease is None and self.required:
             waited = clock() - wait.since
-            refusal = functools.partial(self._service.grants.refusal, held=wait.held)
+            refusal = functools.partial(
+                self._service.grants.refusal, held=wait.held, shared=self.shared
+            )
             found = self._service.in_thread(refusal, self.name, waited, self.fenced, kind=aio.TRY)
             raise await found
         self._entered.append((block, lease or OfHolder(who)))
         return cast(L, lease)
-
-    async def __aexit__(self, kind: ErrorType, error: Error, trace: object) -> None:
-        if (lease := self._leave_block(_suspended_block(), kind, OfHolder.is_left)) is not None:
-            await lease.aend_block(kind, error, lease.who)
 
     def __call__(self: Lock[Lease], function: F) -> F:
         """
@@ -277,10 +242,6 @@ class Lock(Generic[L]):
     def __repr__(self) -> str:
         shared = ", shared=True" if self.shared else ""
         return f"lock({self.name!r}, backend={self.backend!r}{shared})"
-
-    @property
-    def _service(self) -> Service:
-        return service(self.backend)
 
     if not TYPE_CHECKING:
 
@@ -324,95 +285,25 @@ class Lock(Generic[L]):
         cancel: threading.Event | None = None,
     ) -> tuple[Claim, LocalHolder, Wait]:
         """Return a new claim of the code that runs here, its holder, and how long it waits."""
-        if not blocking:
-            if blocking_timeout is not UNSET:
-                raise ValueError("Use either blocking=False or blocking_timeout=, not both.")
-            blocking_timeout = 0.0
-        if cancel is not None and not hasattr(cancel, "is_set"):
-            raise TypeError(f"cancel is {cancel!r}; it has to be a threading.Event.")
-        if blocking_timeout is not UNSET:
-            timeout = conf.patience(blocking_timeout)
-        elif (given := self._blocking_timeout) is not None:
-            timeout = given
-        else:
-            timeout = control.config.blocking_timeout
+        wait = self._wait(control, blocking, blocking_timeout, cancel)
         ttl = self._ttl or control.config.ttl
         claim = new_claim(self.name, ttl, self.fenced, shared=self.shared)
-        wait = Wait(timeout, cancelled_by=cancel, required=self.required)
         return claim, current_holder(), wait
 
     async def _aacquire(self, claim: Claim, who: LocalHolder, wait: Wait) -> Lease | None:
         """Acquire the lock, or enter it once more, and make it the context's innermost lease."""
-        lease = self._service.enter_again(claim, who)
+        control = self._service
+        lease = control.enter_again(claim, who)
         if lease is None:
-            acquire = functools.partial(self._service.acquire, claim, who=who, pattern=self.pattern)
-            lease = await self._wait_async(wait, acquire)
+            acquire = functools.partial(control.acquire, claim, who=who, pattern=self.pattern)
+
+            def tell_refused(waited: float) -> None:
+                control.tell_refused(self.name, self.pattern, waited, wait.held)
+
+            lease = await self._wait_async(self.name, wait, acquire, tell_refused)
         if lease is not None:
             enter(lease)
         return lease
-
-    async def _wait_async(self, wait: Wait, acquire: Callable[..., Lease | None]) -> Lease | None:
-        """Ask in threads: the first waiter of a lock waits in one, or tries if there is none."""
-        service, pause = self._service, FIRST_PAUSE
-        if await service.is_lent():
-            return await sync_to_async(acquire)(wait=wait)
-        acquire_waiting = functools.partial(acquire, wait=wait)
-        if wait.left <= 0:
-            return await self._hand_over(aio.submit(aio.TRY, self.backend, acquire_waiting), wait)
-        async with aio.turn((self.backend, self.name), wait.left):
-            while (left := wait.left) > 0:
-                waiting = aio.wait_in_thread(acquire_waiting)
-                if waiting is not None:
-                    return await self._hand_over(waiting, wait)
-                once = Wait(since=wait.since)
-                trying = functools.partial(acquire, wait=once, tells=False)
-                tried = aio.submit(aio.TRY, self.backend, trying)
-                if lease := await self._hand_over(tried, wait):
-                    return lease
-                wait.held = once.held or wait.held
-                await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.5)))
-                pause = min(LONGEST_PAUSE, pause * 1.5)
-        waited = clock() - wait.since
-        tell = functools.partial(service.tell_refused, held=wait.held)
-        await service.in_thread(tell, self.name, self.pattern, waited, kind=aio.TRY)
-        return None
-
-    async def _hand_over(self, acquired: Future[Lease | None], wait: Wait) -> Lease | None:
-        """Return what a thread acquires; release it if the coroutine is cancelled meanwhile."""
-        try:
-            return await aio.answer(acquired)
-        except BaseException:
-            wait.cancel()
-            # Not by the event loop, which may end with the cancellation.
-            acquired.add_done_callback(self._give_back_acquired)
-            raise
-
-    def _give_back_acquired(self, acquired: Future[Lease | None]) -> None:
-        if acquired.exception() is None and (lease := acquired.result()) is not None:
-            aio.submit(aio.RELEASE, self.backend, lease._control.give_back, lease, lease.who)
-
-    def _leave_block(
-        self, block: object, kind: ErrorType, is_left: Callable[[OfHolder], bool]
-    ) -> Lease | None:
-        """Return the lease of the innermost block that this code may leave, if it has one."""
-        entered, who = self._entered, current_holder()
-        # Any code may close a generator or a coroutine, also within a block of its own.
-        found = [each for each in entered if block is not None and each[0] is block]
-        found = found or [each for each in entered if each[1].who is who]
-        if not found and kind is GeneratorExit and len(entered) == 1:
-            found = entered
-        if not found:
-            found = [each for each in entered if is_left(each[1])]
-            # It isn't known which of them: a lock that is released late does no harm.
-            found.sort(key=lambda each: not isinstance(each[1], Lease))
-        if not found:
-            raise NotTheHolder(
-                f"The block of lock {self.name!r} was entered by another thread, greenlet or "
-                "task. Only that one may leave it until it has ended.",
-                name=self.name,
-            )
-        self._entered.remove(left := found[-1])
-        return left[1] if isinstance(left[1], Lease) else None
 
 
 #: Names a lock, for ``with``, ``async with``, ``acquire()``, ``aacquire()``, or as a decorator.
@@ -443,15 +334,6 @@ def _about_attribute(name: str, given: str) -> str:
         call = "()" if callable(getattr(Lease, given)) else ""
         return f"; its lease has: `lease = lock({name!r}).acquire()`, then `lease.{given}{call}`."
     return ""
-
-
-def _suspended_block() -> object:
-    """Return the frame of the generator or coroutine whose block the caller begins or ends."""
-    # A frame that is suspended keeps nothing else alive.
-    frame = sys._getframe(1).f_back
-    while frame is not None and frame.f_globals.get("__name__") == "contextlib":
-        frame = frame.f_back
-    return frame if frame is not None and frame.f_code.co_flags & _SUSPENDS else None
 
 
 def _is_task(given: object) -> bool:

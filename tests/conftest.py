@@ -12,7 +12,8 @@ from django.db import connections
 
 from django_fencedlock.core import runtime
 from django_fencedlock.core.manager import drop_leases_of_test
-from django_fencedlock.lease import current_lease, leave
+from django_fencedlock.lease import current_lease
+from django_fencedlock.lease_context import leave
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.background_writer import BackgroundWriter, writer
 from tests.backends import BACKENDS

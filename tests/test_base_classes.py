@@ -7,7 +7,7 @@ from django.db import connections, models
 from django.test.utils import isolate_apps
 
 from django_fencedlock.exceptions import LockRequired, StaleFence, VersionConflict
-from django_fencedlock.lease import leave
+from django_fencedlock.lease_context import leave
 from django_fencedlock.models import FencedModel
 from django_fencedlock.models.queryset import BaseRowsManager
 from tests import models as m

@@ -11,7 +11,8 @@ from django_fencedlock import LeaseLost, current_lease
 from django_fencedlock.backends.interface import Grant
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.runtime import clock
-from django_fencedlock.lease import Lease, enter, leave
+from django_fencedlock.lease import Lease
+from django_fencedlock.lease_context import enter, leave
 
 
 @pytest.fixture

@@ -23,9 +23,11 @@ from django_fencedlock.backends.interface import Held, Wait
 from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.manager import Service, service
 from django_fencedlock.exceptions import SettingsError
-from django_fencedlock.models import Fence
+from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.ops.force_release import Outcome
+from django_fencedlock.test import disable_locking, hold_lock, lose_lease
 from django_fencedlock.test.contract import SharedContract
+from django_fencedlock.test.processes import another_thread
 from tests.backends import ETCD
 from tests.models import Invoice
 from tests.shared_stub import SharedStubBackend, SharedStubService
@@ -38,13 +40,26 @@ class NoTokens(SharedStubBackend):
     has_tokens = False
 
 
-class WritersWait(SharedStubBackend):
+class Unfair(SharedStubBackend):
     """A reader is let in although a writer waits."""
 
     def acquire(self, claim, wait):
         if claim.shared:
             self.service.place(claim.name).waiting.clear()
         return super().acquire(claim, wait)
+
+
+class NoExclusion(SharedStubBackend):
+    """A reader is let in beside a writer."""
+
+    def acquire(self, claim, wait):
+        place, kept = self.service.place(claim.name), {}
+        if claim.shared:
+            kept, place.holders = place.holders, {}
+        try:
+            return super().acquire(claim, wait)
+        finally:
+            place.holders = {**kept, **place.holders}
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +92,7 @@ class TestStub(SharedContract):
 
     # No other process sees it.
     test_another_process_shares_and_is_excluded = None
+    test_readers_and_writers_of_several_processes = None
     test_the_lease_of_a_dead_reader_ends_alone = None
     test_a_writer_evicts_dead_readers = None
 
@@ -133,7 +149,7 @@ def test_a_reader_reads_the_fence_before_it_asks_the_service(make, stub, monkeyp
         return held
 
     monkeypatch.setattr(former.backend, "verify", then_overtaken)
-    assert former._confirm(claim, granted) is None
+    assert former.confirm(claim, granted) is None
     assert fence() == (1, writers[0].owner)
 
 
@@ -217,7 +233,7 @@ def test_a_writer_that_expired_while_it_was_recorded_is_no_grant_beside_a_reader
     monkeypatch.setattr(step.fences, "record", then_late)
     claim = claim_of(False)
     granted = step.backend.acquire(claim, Wait())
-    assert step._confirm(claim, granted) is None
+    assert step.confirm(claim, granted) is None
     assert other.backend.verify(readers[0])
 
 
@@ -330,7 +346,7 @@ def test_a_dead_reader_is_evicted_and_the_next_one_is_looked_at(make, stub, monk
 
 @real
 def test_the_contract_finds_a_backend_that_starves_writers(stub, monkeypatch):
-    with on(WritersWait):
+    with on(Unfair):
         case = TestStub()
         monkeypatch.setattr(TestStub, "slack", 0.7)
         with pytest.raises(LockNotAcquired):
@@ -372,7 +388,7 @@ def test_a_forced_release_begins_again_if_a_late_grant_was_recorded(monkeypatch)
     assert force_release("x", by="the boss").done
     assert len(asked) == 2
     assert fence() == (4, "")
-    assert service("default").grants._confirm(claim, granted) is None
+    assert service("default").grants.confirm(claim, granted) is None
 
 
 @real
@@ -413,3 +429,59 @@ def test_the_command_shows_and_releases_all_readers(make, capsys):
     call_command("fencedlock", "release", "x", "--yes")
     assert "Further readers that lost it: 1." in capsys.readouterr().out
     assert not service("default").holders("x")
+
+
+# Aids for tests of code that uses locks
+
+
+@pytest.mark.django_db
+def test_a_switched_off_lock_is_shared():
+    with disable_locking(), lock("x", shared=True) as lease, lease.atomic():
+        assert fence() == (lease.token, "shared") == (1, "shared")
+        with hold_lock("x", shared=True) as other:
+            assert other.token == 1
+
+
+@pytest.mark.django_db
+def test_a_test_holds_a_lock_as_a_reader():
+    with hold_lock("x", shared=True) as other:
+        with lock("x", shared=True) as lease, lease.atomic():
+            assert lease.token == other.token
+        with pytest.raises(LockNotAcquired, match=r"held by the reader .*hold_lock"):
+            lock("x").__enter__()
+
+
+@real
+def test_a_test_loses_a_shared_lease():
+    with pytest.raises(LeaseLost), lock("x", shared=True) as lease:
+        lose_lease(lease)
+        assert lease.lost
+    assert fence()[0] == lease.token + 1
+
+
+@real
+@pytest.mark.usefixtures("on_stub")
+def test_a_reader_whose_row_is_missing_is_not_overtaken():
+    lease = lock("x", shared=True).acquire()
+    HeldLock.objects.all().delete()
+    keeper = service("default").keeper
+    assert keeper.compare([lease]) == []
+    assert HeldLock.objects.get().owner == lease.owner_id
+    HeldLock.objects.all().delete()
+    Fence.objects.update(token=2, owner="a writer")
+    assert keeper.compare([lease]) == [lease]
+
+
+@real
+def test_the_contract_finds_readers_beside_a_writer():
+    with on(NoExclusion), another_thread() as thread, pytest.raises(AssertionError):
+        TestStub().test_a_writer_excludes_readers("x", thread)
+
+
+@real
+def test_a_writer_whose_fence_was_raised_hears_of_no_reader():
+    with lock("x") as lease:
+        Fence.objects.update(token=5, owner="")
+        with pytest.raises(StaleFence) as caught, lease.atomic():
+            pass
+        assert "reader" not in str(caught.value)

@@ -20,7 +20,7 @@ from django.test.utils import CaptureQueriesContext
 
 from django_fencedlock import current_lease, lock
 from django_fencedlock.exceptions import LockRequired, StaleFence, StaleObject, VersionConflict
-from django_fencedlock.lease import leave
+from django_fencedlock.lease_context import leave
 from django_fencedlock.models import Fence, Fencing, base
 from django_fencedlock.models.queryset import FencedQuerySet
 from django_fencedlock.signals import stale_write_rejected

@@ -204,10 +204,10 @@ class Backend(ABC):
 
         With `claim.shared`: readers share the lock, and an exclusive claim (a writer) excludes
         them. A waiting writer stops new readers, and no stream of readers keeps it waiting: a
-        backend that doesn't queue notes the writer, for a few seconds from its last try. The
-        refusal of a writer names one of the readers. That of a reader names the writer that holds
-        the lock or, while one waits, one of the readers; if there is none left, that writer.
-        Each reader is renewed, verified and released by its own owner id, and expires alone.
+        backend that doesn't queue notes a writer that waits, for a few seconds from its last try.
+        The refusal of a writer names one of the readers. That of a reader names the writer that
+        holds the lock or, while one waits, one of the readers; if none is left, that writer. Each
+        reader is renewed, verified and released by its own owner id, and expires alone.
 
         A backend that `records_grants` does the following in one statement or transaction, under a
         lock that the writer's grant takes too; for others the core does it. Read the fence (F, w).

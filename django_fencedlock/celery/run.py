@@ -19,7 +19,8 @@ from ..core.grants import new_claim
 from ..core.identity import current_holder, running_task
 from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
-from ..lease import Lease, enter, leave, require_finished
+from ..lease import Lease, require_finished
+from ..lease_context import enter, leave
 from . import duplicates, interrupts
 from .coalesce import Arguments, Coalescing
 from .duplicates import CONFLICTS, RUN, HolderGone
@@ -216,7 +217,7 @@ class Run(Call):
         """Release the lock, then look for triggers that were counted meanwhile."""
         try:
             if self.lease is not None:
-                self.service.release(self.lease, self._who)
+                self.service.release([self.lease], self._who)
         except BackendUnavailable as exc:
             # The work is done, and the lock expires.
             logs.left_to_run_out(logger, self.name, exc, self.facts())

@@ -103,28 +103,14 @@ class Grants:
         `wait.refused` is called once, after the first refusal, unless the holder was evicted. What
         it raises ends the wait.
         """
-        pause, backend = FIRST_PAUSE, self.backend
-        if claim.shared and not backend.supports_shared:
-            raise SettingsError(
-                f"Lock {claim.name!r} can't be shared: alias {backend.config.alias!r} "
-                f"({backend.label}) has exclusive locks alone. Remove shared=True, or name an "
-                f"alias with one of these backends: {', '.join(_sharing())}.",
-            )
-        home = connections[backend.config.fence_database]
-        is_in_test = home.in_atomic_block and is_of_test(home)
-        if is_in_test:
-            self._limit_in_test(claim, wait, home, of_another_process)
-        sent, is_recorded = claim, backend.records_grants
-        if is_in_test and is_recorded and not backend.records_unfenced:
-            # A session sees nothing of a test's own transaction: the grant is recorded here.
-            sent, is_recorded = claim._replace(fenced=False), False
-        tell = wait.refused
+        pause, backend, tell = FIRST_PAUSE, self.backend, wait.refused
+        (sent,), is_recorded = self.prepare([claim], wait, of_another_process)
         wait.refused = partial(self._note_refusal, claim, wait, who, tell)
         try:
             while True:
                 answer = backend.acquire(sent, wait)
                 if isinstance(answer, Granted):
-                    if found := self._confirm(claim, answer, is_recorded):
+                    if found := self.confirm(claim, answer, is_recorded):
                         return found
                     answer = Held()
                 elif wait.refused(answer):
@@ -145,6 +131,27 @@ class Grants:
             # Nothing may refer to the holder: a call of asyncio.to_thread() has ended then.
             wait.refused = tell
 
+    def prepare(
+        self, claims: list[Claim], wait: Wait, of_another_process: bool
+    ) -> tuple[list[Claim], bool]:
+        """Return claims as they are sent, and whether the service records their grants."""
+        backend = self.backend
+        if not backend.supports_shared and (shared := [each for each in claims if each.shared]):
+            raise SettingsError(
+                f"Lock {shared[0].name!r} can't be shared: alias {backend.config.alias!r} "
+                f"({backend.label}) has exclusive locks alone. Remove shared=True, or name an "
+                f"alias with one of these backends: {', '.join(_sharing())}.",
+            )
+        home = connections[backend.config.fence_database]
+        if not (home.in_atomic_block and is_of_test(home)):
+            return claims, backend.records_grants
+        for claim in claims:
+            self._limit_in_test(claim, wait, home, of_another_process)
+        if not backend.records_grants or backend.records_unfenced:
+            return claims, backend.records_grants
+        # A session sees nothing of a test's own transaction: the grants are recorded here.
+        return [claim._replace(fenced=False) for claim in claims], False
+
     def _note_refusal(
         self,
         claim: Claim,
@@ -154,18 +161,22 @@ class Grants:
         held: Held,
     ) -> bool:
         """Evict the holder if its process is gone, and return whether that was done."""
-        if held.alias:
-            self._drop_row(claim.name, held.owner, held.label, holder_of(held, held.alias))
-            return True
-        if self._evict_if_gone(claim.name, held, claim.fenced):
+        if self.evict(claim, held):
             return True
         is_first, wait.held = wait.held is None, held
         if is_first:
-            self._refuse_to_wait_for_caller(claim, wait, who)
+            self.refuse_to_wait_for_caller(claim, wait, who)
             tell(held)
         return False
 
-    def _confirm(
+    def evict(self, claim: Claim, held: Held) -> bool:
+        """Release the lock of a holder whose process is gone; return whether that was done."""
+        if held.alias:
+            self._drop_row(claim.name, held.owner, held.label, holder_of(held, held.alias))
+            return True
+        return self._evict_if_gone(claim.name, held, claim.fenced)
+
+    def confirm(
         self, claim: Claim, granted: Granted, is_recorded: bool = False
     ) -> tuple[Grant, float] | None:
         """Record a grant that the service gave, or release it and return None."""
@@ -299,7 +310,7 @@ class Grants:
                 return True
         return False
 
-    def _refuse_to_wait_for_caller(self, claim: Claim, wait: Wait, who: LocalHolder | None) -> None:
+    def refuse_to_wait_for_caller(self, claim: Claim, wait: Wait, who: LocalHolder | None) -> None:
         """Raise if the holder of the lock waits for this very call: its context has the lease."""
         # A child task that the holder started has it as well, and can't be distinguished here.
         lease = current_lease(claim.name)
@@ -348,7 +359,12 @@ class Grants:
             raise self.backend.inside_transaction(claim.name)
 
     def refusal(
-        self, name: str, waited: float, fenced: bool = True, held: Held | None = None
+        self,
+        name: str,
+        waited: float,
+        fenced: bool = True,
+        held: Held | None = None,
+        shared: bool = False,
     ) -> LockNotAcquired:
         """Return the error that says who has the lock; `held` is what `acquire()` saw."""
         try:
@@ -358,6 +374,8 @@ class Grants:
             holder = None
         by = f"held by {'the reader ' if holder and holder.shared else ''}"
         by += str(holder or "an unknown holder")
+        if holder and holder.shared and shared:
+            by += ", and an exclusive holder waits for it"
         if fenced and (holder is None or holder.token is None):
             # That holder's grant isn't recorded yet: it may wait for the same transaction.
             using = self.backend.config.fence_database

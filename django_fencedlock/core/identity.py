@@ -12,9 +12,10 @@ import select
 import socket
 import sys
 import threading
+import time
 import weakref
 from asyncio import _get_running_loop as running_loop
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,6 +28,9 @@ from asgiref.sync import SyncToAsync
 
 from ..storage.text import escape_control
 from . import runtime
+
+#: Seconds after which the end of a call in a thread was noticed: it hands over its result before.
+NOTICED = 1.0
 
 #: The inode of the initial time namespace. In another one, start times differ.
 _INITIAL_TIME_NAMESPACE = "time:[4026531834]"
@@ -269,6 +273,42 @@ class LocalHolder:
             return place.done()
         # A greenlet has an attribute `dead`.
         return place is None or bool(getattr(place, "dead", False))
+
+
+class OfHolder:
+    """What a task, greenlet, thread or call has begun: other code may end it only after that."""
+
+    # Weak: a holder that is gone has ended.
+    _who: Callable[[], LocalHolder | None] | None = None
+
+    def __init__(self, who: LocalHolder | None) -> None:
+        if who is not None:
+            self._who = weakref.ref(who)
+
+    @property
+    def who(self) -> LocalHolder | None:
+        """The task, greenlet, thread or call that began it; None once it is gone."""
+        return None if self._who is None else self._who()
+
+    def is_left(self) -> bool:
+        """Whether the code that began it has ended, so that any other code may end it."""
+        return self._who is not None and ((who := self._who()) is None or who.has_ended())
+
+    def wait_until_left(self) -> bool:
+        """As `is_left()`, for code that may know of the end before it was noticed here."""
+        for pause in self.pauses_until_left():
+            time.sleep(pause)
+        return self.is_left()
+
+    def pauses_until_left(self) -> Iterator[float]:
+        """Yield the pauses of a wait until the end is noticed; a coroutine may not block."""
+        until = runtime.clock() + NOTICED
+        while (
+            not self.is_left()
+            and runtime.clock() < until
+            and getattr(self.who, "may_be_call", True)
+        ):
+            yield 0.001
 
 
 class _Key:

@@ -17,7 +17,7 @@ from django.core.signals import setting_changed
 from django.db import Error, connections
 
 from .. import conf, logs
-from ..backends.interface import Backend, Claim, Held, Renewal, Wait, grant_of
+from ..backends.interface import Backend, Claim, Grant, Held, Renewal, Wait, grant_of
 from ..exceptions import (
     BackendUnavailable,
     FencedLockError,
@@ -25,7 +25,7 @@ from ..exceptions import (
     LockNotAcquired,
     LockUpgrade,
 )
-from ..lease import Duration, Lease
+from ..lease import Duration, Lease, Leases
 from ..storage import history, unfenced
 from ..storage.connections import (
     open_connections,
@@ -42,6 +42,7 @@ from .grants import Grants, holder_of
 from .identity import LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
 from .runtime import clock
+from .set_grants import SetAcquire
 
 T = TypeVar("T")
 
@@ -98,26 +99,12 @@ class Service:
         try:
             answer = self.grants.acquire(claim, wait, who, of_another_process)
             if not isinstance(answer, Held):
-                grant, since = answer
-                lease = Lease(
-                    grant,
-                    cast(Any, self),
-                    since=since,
-                    alias=self.config.alias,
-                    database=self.config.fence_database,
-                    who=who,
-                    pattern=pattern,
-                    max_hold=max_hold,
-                    lent=test_has_ended(connections[self.config.fence_database]),
-                    clock=self._clock,
-                )
-                who.leases[self, lease.name] = lease
-                self.keeper.keep(lease)
+                lease = self.hold(*answer, who, pattern, max_hold)
         except FencedLockError:
             raise
         except BaseException:
             # No thread renews it, or an exception from outside keeps it from the caller.
-            if lease is not None:
+            if lease := self.lease_of(claim.name, who):
                 lease.released = True
                 self._forget(lease)
                 self.keeper.forget(lease)
@@ -128,6 +115,71 @@ class Service:
             emit(Kind.ACQUIRED, self.backend, lease.name, lease, waited=waited)
         elif tells:
             self.tell_refused(claim.name, pattern, waited, wait.held)
+        return lease
+
+    def acquire_all(
+        self,
+        claims: Sequence[Claim],
+        wait: Wait | None = None,
+        who: LocalHolder | None = None,
+        *,
+        pattern: str = "",
+        max_hold: float | None = None,
+        tells: bool = True,
+        of_another_process: bool = False,
+    ) -> list[Lease] | dict[str, Held]:
+        """
+        Acquire all locks or none; return the leases, or who holds each lock that was refused.
+
+        The claims have different names, sorted by their bytes. Names that `who` holds already are
+        entered again. For the arguments, see acquire().
+        """
+        wait = wait or Wait(now=self._clock, since=self._clock())
+        who = who or current_holder()
+        refused: dict[str, Held] = {}
+        try:
+            leases = {claim.name: self.enter_again(claim, who) for claim in claims}
+            if missing := [claim for claim in claims if leases[claim.name] is None]:
+                hold = partial(self.hold, who=who, pattern=pattern, max_hold=max_hold)
+                acquiring = SetAcquire(self, missing, wait, who, hold, of_another_process)
+                refused = acquiring.run()
+                leases.update(acquiring.held)
+        except BaseException:
+            self._undo_entering(claims, who)
+            raise
+        waited = self._clock() - wait.since
+        if refused:
+            self._undo_entering(claims, who)
+            for name in refused if tells else ():
+                self.tell_refused(name, pattern, waited, refused[name])
+            return refused
+        for claim in missing:
+            emit(Kind.ACQUIRED, self.backend, claim.name, leases[claim.name], waited=waited)
+        return [lease for lease in leases.values() if lease]
+
+    def hold(
+        self,
+        grant: Grant,
+        since: float,
+        who: LocalHolder,
+        pattern: str = "",
+        max_hold: float | None = None,
+    ) -> Lease:
+        """Make the lease of a grant, and renew it from now on."""
+        lease = Lease(
+            grant,
+            cast(Any, self),
+            since=since,
+            alias=self.config.alias,
+            database=self.config.fence_database,
+            who=who,
+            pattern=pattern,
+            max_hold=max_hold,
+            lent=test_has_ended(connections[self.config.fence_database]),
+            clock=self._clock,
+        )
+        who.leases[self, lease.name] = lease
+        self.keeper.keep(lease)
         return lease
 
     def tell_refused(self, name: str, pattern: str, waited: float, held: Held | None) -> None:
@@ -175,14 +227,22 @@ class Service:
         lease.entries, lease.entered_by = lease.entries + 1, claim
         return lease
 
-    def interrupted(self, claim: Claim, wait: Wait) -> None:
-        """Undo what a claim has got in its wait: an exception interrupted its code."""
-        lease = self.lease_of(claim.name, current_holder())
-        if lease is not None and (lease.entered_by is claim or lease.entered_by is wait):
-            # acquire() has counted its lease.
-            lease.to_release -= lease.entered_by is wait
-            lease.entries, lease.entered_by = lease.entries - 1, None
+    def interrupted(self, claims: Sequence[Claim], wait: Wait) -> None:
+        """Undo what claims have got in their wait: an exception interrupted their code."""
+        self._undo_entering(claims, current_holder(), wait)
         give_back_left_over(wait.since)
+
+    def _undo_entering(
+        self, claims: Sequence[Claim], who: LocalHolder, wait: Wait | None = None
+    ) -> None:
+        for claim in claims:
+            lease = self.lease_of(claim.name, who)
+            if lease is None or lease.entered_by is None:
+                continue
+            if lease.entered_by is claim or lease.entered_by is wait:
+                # acquire() has counted its lease.
+                lease.to_release -= lease.entered_by is wait
+                lease.entries, lease.entered_by = lease.entries - 1, None
 
     def verify(self, lease: Lease) -> bool:
         if self.backend.verify(lease.grant):
@@ -190,40 +250,63 @@ class Service:
         self.lose(lease, "the lock service no longer knows this holder")
         return False
 
-    def renew(self, lease: Lease, ttl: Duration | None) -> None:
-        if lease.held_too_long:
-            self.keeper.end(lease)
-            raise lease.loss()
-        since, asked = self._clock(), lease.ttl if ttl is None else conf.seconds(ttl, "ttl")
-        grant = lease.grant._replace(ttl=asked)
-        # The service may count a shorter ttl from now on, whether or not its answer comes.
-        lease.ttl = min(asked, lease.ttl)
-        lease.deadline = min(lease.deadline, since + asked)
-        self.keeper.renewed(lease)
-        (answer,) = self.backend.renew([grant])
-        if answer is Renewal.KEPT:
-            lease.ttl = asked
-            if lease.fenced and self.keeper.compare([lease]):
-                answer = Renewal.LOST
-            else:
-                lease.deadline = since + asked
+    def renew(self, leases: Leases, ttl: Duration | None) -> None:
+        for lease in leases:
+            if lease.held_too_long:
+                self.keeper.end(lease)
+                raise lease.loss()
+        since, grants = self._clock(), []
+        for lease in leases:
+            asked = lease.ttl if ttl is None else conf.seconds(ttl, "ttl")
+            grants.append(lease.grant._replace(ttl=asked))
+            # The service may count a shorter ttl from now on, whether or not its answer comes.
+            lease.ttl = min(asked, lease.ttl)
+            lease.deadline = min(lease.deadline, since + asked)
+            self.keeper.renewed(lease)
+        answers = dict(zip(leases, self.backend.renew(grants), strict=True))
+        for lease, grant in zip(leases, grants, strict=True):
+            if answers[lease] is Renewal.KEPT:
+                lease.ttl = grant.ttl
+        kept = [lease for lease in leases if answers[lease] is Renewal.KEPT and lease.fenced]
+        answers.update(dict.fromkeys(self.keeper.compare(kept), Renewal.LOST))
+        for lease in leases:
+            if answers[lease] is Renewal.KEPT:
+                lease.deadline = since + lease.ttl
                 self.keeper.renewed(lease)
-        emit(Kind.RENEWED, self.backend, "", leases=[lease], answers=[answer])
-        if answer is Renewal.LOST:
-            self.lose(lease, REFUSED)
-            raise lease.loss()
-        if answer is Renewal.UNKNOWN:
-            raise BackendUnavailable(
-                f"The lease of lock {lease.name!r} couldn't be renewed: lock service "
-                f"{lease.alias!r} didn't answer. {lease.remaining():.1f} s of it are left.",
-                name=lease.name,
-                alias=lease.alias,
-            )
+        given = list(answers.values())
+        emit(Kind.RENEWED, self.backend, "", leases=list(leases), answers=given)
+        for lease, answer in answers.items():
+            if answer is Renewal.LOST:
+                self.lose(lease, REFUSED)
+                raise lease.loss()
+        for lease, answer in answers.items():
+            if answer is Renewal.UNKNOWN:
+                raise BackendUnavailable(
+                    f"The lease of lock {lease.name!r} couldn't be renewed: lock service "
+                    f"{lease.alias!r} didn't answer. {lease.remaining():.1f} s of it are left.",
+                    name=lease.name,
+                    alias=lease.alias,
+                )
 
-    def atomic(self, lease: Lease, using: str | None) -> contextlib.AbstractContextManager[None]:
-        return pinned_atomic(lease, using)
+    def atomic(self, leases: Leases, using: str | None) -> contextlib.AbstractContextManager[None]:
+        return pinned_atomic(leases, using)
 
-    def release(self, lease: Lease, who: LocalHolder | None = None) -> bool:
+    def release(self, leases: Leases, who: LocalHolder | None = None) -> bool:
+        left = [lease for lease in leases if self._is_left(lease, who)]
+        if not left:
+            return True
+        if open_now := open_connections():
+            # The next holder would read what isn't committed yet, and couldn't write meanwhile.
+            if put_off := [lease for lease in left if not lease.put_off]:
+                when_all_ended(open_now, partial(self._finish_if_left, put_off))
+                for lease in put_off:
+                    # Only now: after an interrupt, give_back_left_over() passes over these.
+                    lease.put_off = True
+            return True
+        return self._finish(left)
+
+    def _is_left(self, lease: Lease, who: LocalHolder | None) -> bool:
+        """Leave a lease once; return whether that was the last time."""
         # No variable refers to the holder: a call of asyncio.to_thread() has ended when none does.
         if lease._who is None or lease._who() is not (who or current_holder()):
             if not lease.wait_until_left():
@@ -231,62 +314,72 @@ class Service:
             lease.entries = 1
         # None are left of one whose release was put off to the end of a transaction.
         lease.entries = max(0, lease.entries - 1)
-        if lease.entries > 0:
-            return True
-        if open_now := open_connections():
-            # The next holder would read what isn't committed yet, and couldn't write meanwhile.
-            if not lease.put_off:
-                when_all_ended(open_now, partial(self._finish_if_left, lease))
-                # Only now: after an interrupt, give_back_left_over() passes over what is put off.
-                lease.put_off = True
-            return True
-        return self._finish(lease)
+        return lease.entries == 0
 
-    def give_back(self, lease: Lease, who: LocalHolder | None) -> None:
-        """Release a lease whose work is done: without an answer, the lock expires by itself."""
+    def give_back(self, leases: Leases, who: LocalHolder | None) -> None:
+        """Release leases whose work is done: without an answer, the locks expire by themselves."""
         try:
-            self.release(lease, who)
+            self.release(leases, who)
         except BackendUnavailable as exc:
-            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
+            for lease in leases:
+                logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
 
-    def _finish_if_left(self, lease: Lease) -> None:
-        lease.put_off = False
-        if lease.entries <= 0 and lease.is_open() and not self._finish(lease):
-            logger.warning(
-                "Lock %r was lost before the transaction under it ended; fenced writes of that "
-                "transaction were rejected, if there was a newer grant",
-                lease.name,
-                extra=logs.about(lease, held_for=lease.held_for()),
-            )
+    def _finish_if_left(self, leases: Leases) -> None:
+        for lease in leases:
+            lease.put_off = False
+        left = [lease for lease in leases if lease.entries <= 0 and lease.is_open()]
+        if not left or self._finish(left):
+            return
+        for lease in left:
+            if lease.why_lost:
+                logger.warning(
+                    "Lock %r was lost before the transaction under it ended; fenced writes of that "
+                    "transaction were rejected, if there was a newer grant",
+                    lease.name,
+                    extra=logs.about(lease, held_for=lease.held_for()),
+                )
 
-    def _finish(self, lease: Lease) -> bool:
-        grant = lease.grant
+    def _finish(self, leases: Leases) -> bool:
+        kept = self.let_go(leases)
+        for lease, was_kept in zip(leases, kept, strict=True):
+            # Before the loss of one: it would be that of them all.
+            lease.released = was_kept
+        for lease, was_kept in zip(leases, kept, strict=True):
+            if not was_kept:
+                self.lose(lease, "the lock service no longer knew this holder at the release")
+                lease.released = True
+            if not lease.why_lost:
+                emit(Kind.RELEASED, self.backend, lease.name, lease)
+        return not any(lease.why_lost for lease in leases)
+
+    def let_go(self, leases: Leases) -> list[bool]:
+        """Release leases at the service; return of each whether its holder still had the lock."""
+        grants = [lease.grant for lease in leases]
         try:
-            lease.is_ending = True
-            self.keeper.drop(lease)
-            kept = self.backend.release(grant)
+            for lease in leases:
+                lease.is_ending = True
+                self.keeper.drop(lease)
+            if len(grants) == 1:
+                return [self.backend.release(grants[0])]
+            return self.backend.release_all(grants)
         except BaseException:
             # No answer, or an interrupt, maybe before the request was sent.
-            self.keeper.doubt(grant)
-            lease.released = True
-            unfenced.rows.ended(lease)
+            for lease in leases:
+                self.keeper.doubt(lease.grant)
+                lease.released = True
+                unfenced.rows.ended(lease)
             raise
         finally:
-            # Only now: give_back_left_over() finds it until then.
-            self._forget(lease)
-            if not lease.lent:
-                self.keeper.clear_row(grant)
-            elif grant.fenced and not self.backend.records_unfenced:
-                # The test's transaction, if it is broken, takes the row along.
+            # Only now: give_back_left_over() finds them until then.
+            for lease in leases:
+                self._forget(lease)
+                if not lease.lent:
+                    self.keeper.clear_row(lease.grant)
+            lent = [lease.grant for lease in leases if lease.lent and lease.fenced]
+            if lent and not self.backend.records_unfenced:
+                # The test's transaction, if it is broken, takes the rows along.
                 with contextlib.suppress(Error):
-                    self.grants.fences.clear([grant])
-        if not kept:
-            self.lose(lease, "the lock service no longer knew this holder at the release")
-        lease.released = True
-        if lease.why_lost:
-            return False
-        emit(Kind.RELEASED, self.backend, lease.name, lease)
-        return True
+                    self.grants.fences.clear(lent)
 
     def abandon(self, lease: Lease) -> None:
         """Release a lease whose holder has ended, and to which nothing refers any more."""
@@ -302,7 +395,7 @@ class Service:
         )
         logger.warning("%s", words, extra=logs.about(lease, held_for=lease.held_for()))
         try:
-            self._finish(lease)
+            self._finish([lease])
         except Exception as exc:
             logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
         lease.released = True
@@ -320,12 +413,12 @@ class Service:
             return False
         return await sync_to_async(test_connection)(self.config.fence_database) is not None
 
-    async def arelease(self, lease: Lease, who: LocalHolder | None = None) -> bool:
+    async def arelease(self, leases: Leases, who: LocalHolder | None = None) -> bool:
         who = who or current_holder()
-        if lease.lent:
-            return await sync_to_async(self.release)(lease, who)
-        # Not by in_thread(): a cancellation before the release begins would leave the lock.
-        return await aio.run(aio.RELEASE, self.config.alias, self.release, lease, who)
+        if leases[0].lent:
+            return await sync_to_async(self.release)(leases, who)
+        # Not by in_thread(): a cancellation before the release begins would leave the locks.
+        return await aio.run(aio.RELEASE, self.config.alias, self.release, leases, who)
 
     def drop_all(self) -> None:
         """Release whatever is held, as far as possible. For the end of a test."""
@@ -360,6 +453,13 @@ class Service:
         else:
             # The keeper was faster; what is raised next is to say the reason.
             self.explain([lease])
+
+    def lose_with(self, leases: Leases, why: str) -> None:
+        """Mark leases as lost, and report them from the notifier's thread."""
+        for lease in leases:
+            self.keeper.forget(lease)
+        if lost := [lease for lease in leases if lease.mark_lost(why)]:
+            runtime.notify(self.report_losses, lost)
 
     def report_losses(self, leases: Sequence[Lease]) -> None:
         """Run the user's code for leases that were marked as lost."""
@@ -399,7 +499,7 @@ def give_back_left_over(since: float) -> None:
         if lease.granted_at < since or lease.put_off or not lease.is_open():
             continue
         lease.entries = 1
-        lease._control.give_back(lease, who)
+        lease._control.give_back([lease], who)
 
 
 def drop_leases_of_test(**kwargs: object) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from django.db import models
 
-from ..lease import Lease, held_names, held_owners
+from ..lease import Lease
+from ..lease_context import held_names, held_owners
 from .base import ADDING, DELETING, LOADING, Guard, given, given_leases
 from .fencing import Fencing, FencingOf
 from .fields import FenceField

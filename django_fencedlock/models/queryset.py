@@ -17,7 +17,8 @@ from django.db.models.options import Options
 from django.db.models.signals import class_prepared
 from django.utils.functional import cached_property
 
-from ..lease import Lease, held_owners
+from ..lease import Lease
+from ..lease_context import held_owners
 from ..storage.fences import is_newest
 from .base import GuardedQuerySet, SaveHooks, given, watch
 from .fencing import FencingOf, Rows

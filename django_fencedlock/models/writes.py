@@ -15,7 +15,8 @@ from .. import logs, signals
 from ..core.identity import Holder, current_holder
 from ..core.manager import services
 from ..exceptions import LockRequired, StaleFence, StaleObject, VersionConflict, WrongDatabase
-from ..lease import Lease, current_lease, held_names
+from ..lease import Lease, current_lease
+from ..lease_context import held_names
 from ..storage.fenced_atomic import grant_of, is_pinned
 from ..storage.fences import Pin, WriteGrant, overtaken, pin_sql
 from .base import ADDING, DELETING, SAVING, Guard, SaveHooks

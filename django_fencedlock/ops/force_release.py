@@ -162,31 +162,36 @@ def held_by(name: str, backend: str = conf.DEFAULT_ALIAS) -> HeldBy | None:
 def _look(name: str, backend: str) -> tuple[HeldBy | None, Newest | None]:
     """Return who holds the lock, and the fence as it was before the service was asked."""
     asked = service(backend)
-    row: Row | None = None
+    rows: list[Row] = []
     seen: Newest | None = None
     try:
-        row, seen = Fences(asked.config, asked.backend.label, READ_TIMEOUT).read(name)
+        rows, seen = Fences(asked.config, asked.backend.label, READ_TIMEOUT).read_all(name)
     except Error as exc:
         # A project with unfenced locks alone needs no tables.
         if not is_table_missing(exc):
             raise asked.backend.unavailable("look up", exc, name) from exc
-    if row and row.alias != backend:
-        row = None
+    rows = [row for row in rows if row.alias == backend]
     # The database backend reads the rows of other aliases, too.
     now = [each for each in asked.holders(name) if each.alias == backend]
-    found = now or [row.holder() for row in (row,) if row]
+    # The newest first: a row of a former holder may be left.
+    by_age = sorted(rows, key=lambda row: row.expires_at, reverse=True)
+    found = now or [row.holder() for row in by_age[:1]]
     if not found:
         return None, seen
-    holder, *others = found
+    holder = found[0]
+    if holder.shared:
+        known = {each.owner_id for each in found}
+        found += [row.holder() for row in rows if row.shared and row.owner.id not in known]
     # A service without tokens doesn't tell: the holder may be about to record its grant. A name
     # that was never fenced has no fence.
     fenced = holder.token is not None or (
         seen not in (None, (0, "")) and not asked.backend.records_grants
     )
-    if row and row.owner.id == holder.owner_id:
-        fenced = row.fenced
-    label = asked.backend.label
-    return HeldBy(name, backend, label, holder, fenced, not now, tuple(others)), seen
+    for row in rows:
+        if row.owner.id == holder.owner_id:
+            fenced = row.fenced
+    label, others = asked.backend.label, tuple(found[1:])
+    return HeldBy(name, backend, label, holder, fenced, not now, others), seen
 
 
 def force_release(

@@ -1,10 +1,10 @@
-"""`lease.atomic()`: a transaction in which everything is fenced by one lease."""
+"""`lease.atomic()`: a transaction in which everything is fenced by a lease, or by several."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from django.db import Error, connections
@@ -14,8 +14,8 @@ from django.db.transaction import Atomic
 from .. import logs, signals
 from ..core.identity import Holder
 from ..exceptions import InsideTransaction, OutcomeUnknown, StaleFence, WrongDatabase
-from ..lease import Lease
-from .fences import WriteGrant, is_newest, overtaken
+from ..lease import Lease, Leases
+from .fences import WriteGrant, not_newest, overtaken
 from .postgresql import sqlstate
 from .vendors import LEDGERS
 
@@ -34,13 +34,14 @@ def grant_of(lease: Lease) -> WriteGrant:
 def is_pinned(connection: BaseDatabaseWrapper, grant: WriteGrant) -> bool:
     """Whether the open transaction has locked the grant's fence."""
     blocks = _pinned_blocks(connection)
-    return any(block.grant is not None and block.grant.owner == grant.owner for block in blocks)
+    return any(grant.owner in block.owners for block in blocks)
 
 
 @contextlib.contextmanager
-def pinned_atomic(lease: Lease, using: str | None = None) -> Iterator[None]:
-    """Open a transaction that commits only under `lease`: the next grant waits for its end."""
-    grant = grant_of(lease)
+def pinned_atomic(leases: Leases, using: str | None = None) -> Iterator[None]:
+    """Open a transaction that commits only under `leases`: the next grants wait for its end."""
+    grants = [grant_of(lease) for lease in leases]
+    lease = leases[0]
     using = using or lease.database
     if using != lease.database:
         raise WrongDatabase(
@@ -49,23 +50,25 @@ def pinned_atomic(lease: Lease, using: str | None = None) -> Iterator[None]:
             name=lease.name,
             database=using,
         )
-    if lease.lost or lease.released:
-        lease.check()
+    for each in leases:
+        if each.lost or each.released:
+            each.check()
     connection = connections[using]
     _require_outermost(lease, connection)
     block = PinnedBlock(lease, connection, savepoint=not _pinned_blocks(connection))
     with block, connection.execute_wrapper(_notice_rollback):
-        if not is_newest(using, grant):
-            raise _stale(lease, overtaken(connection, grant, lease.owner_id))
-        block.grant = grant
+        for grant in not_newest(using, grants):
+            stale = leases[grants.index(grant)]
+            raise _stale(stale, overtaken(connection, grant, stale.owner_id))
+        block.owners = {grant.owner for grant in grants}
         yield
 
 
 class PinnedBlock(Atomic):
-    """An atomic block that locks a fence from its beginning to its end."""
+    """An atomic block that locks fences from its beginning to its end."""
 
-    #: The grant whose fence is locked.
-    grant: WriteGrant | None = None
+    #: The owner ids of the grants whose fences are locked.
+    owners: Collection[str] = ()
     #: The number of savepoints at the beginning.
     depth = 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,11 +13,11 @@ from django.db.models import BooleanField, Exists, Expression, OuterRef, Q, Valu
 from django.db.models.functions import Greatest
 from django.db.models.sql.compiler import SQLCompiler
 
-from ..backends.interface import Grant
+from ..backends.interface import SHARED, Grant
 from ..conf import AliasConfig
 from ..core.identity import Holder
 from .connections import SQLITE_BUSY_TIMEOUT, pool, test_connection, time_limited
-from .dialect import FENCE, Claimed, Newest, Row, as_time, entry_of
+from .dialect import BATCH, FENCE, Claimed, Newest, Row, as_time, entry_of
 from .readers import SharedLedger
 from .records import Records, ServerTime, durable, fetch, insert, private_query, rows_of
 from .text import fit_column
@@ -53,6 +53,15 @@ class Fences:
         """Read a name's row of the registry, and its fence."""
         return self._run(
             lambda ledger, used: (ledger.look(used, name), ledger.newest(used, name) or (0, ""))
+        )
+
+    def read_all(self, name: str) -> tuple[list[Row], Newest]:
+        """Read all rows of a name, of which each reader has one, and its fence."""
+        return self._run(
+            lambda ledger, used: (
+                ledger.all_rows(used, [name]).get(name, []),
+                ledger.newest(used, name) or (0, ""),
+            )
         )
 
     def renew(self, grants: Sequence[Grant]) -> list[Grant]:
@@ -119,14 +128,32 @@ class WriteGrant(NamedTuple):
 
 def pin_sql(connection: BaseDatabaseWrapper, grant: WriteGrant) -> tuple[str, list[Any]]:
     """A SELECT that locks the fence's row and is true, if `grant` is the newest of its name."""
-    value = "true"
-    given: list[Any] = []
-    if connection.vendor == "postgresql" and not connection.get_autocommit():
-        value = _BE_PATIENT
-        given = [f"{min(max(1, round(grant.patience * 1000)), _LONGEST)}ms"] * 2
-    given += grant[:3]
+    value, given = _patience(connection, grant.patience)
     where = f"name = %s AND token = %s AND owner = %s{SHARE[connection.vendor]}"
-    return f"SELECT {value} FROM {FENCE} WHERE {where}", given
+    return f"SELECT {value} FROM {FENCE} WHERE {where}", [*given, *grant[:3]]
+
+
+def pins_sql(
+    connection: BaseDatabaseWrapper, grants: Sequence[WriteGrant]
+) -> Iterator[tuple[str, list[Any]]]:
+    """SELECTs that lock the fences' rows in the order of their names, and return the grants."""
+    value, given = _patience(connection, min(grant.patience for grant in grants))
+    for start in range(0, len(grants), BATCH):
+        part = grants[start : start + BATCH]
+        marks = ", ".join(["%s"] * len(part))
+        where = f"name IN ({marks}) AND owner IN ({marks})"
+        yield (
+            f"SELECT name, token, owner, {value} FROM {FENCE} WHERE {where} "
+            f"ORDER BY name{SHARE[connection.vendor]}",
+            [*given, *(each.name for each in part), *(each.owner for each in part)],
+        )
+
+
+def _patience(connection: BaseDatabaseWrapper, seconds: float) -> tuple[str, list[str]]:
+    """Return an expression that limits how long the open transaction may be silent."""
+    if connection.vendor != "postgresql" or connection.get_autocommit():
+        return "true", []
+    return _BE_PATIENT, [f"{min(max(1, round(seconds * 1000)), _LONGEST)}ms"] * 2
 
 
 class Pin(Expression):
@@ -153,11 +180,19 @@ class Pin(Expression):
 
 def is_newest(using: str, grant: WriteGrant) -> bool:
     """Lock the fence's row until the transaction ends; False if `grant` isn't the newest."""
+    return not not_newest(using, [grant])
+
+
+def not_newest(using: str, grants: Sequence[WriteGrant]) -> list[WriteGrant]:
+    """Lock the fences of grants until the transaction ends; return those that aren't the newest."""
     connection = connections[using]
-    select, given = pin_sql(connection, grant)
+    found: set[tuple[str, int, str]] = set()
     with connection.cursor() as cursor:
-        cursor.execute(select, given)
-        return cursor.fetchone() is not None
+        # In one order: a grant waits for one of these fences while it has locked others.
+        for select, given in pins_sql(connection, sorted(grants)):
+            cursor.execute(select, given)
+            found.update(row[:3] for row in cursor.fetchall())
+    return [grant for grant in grants if grant[:3] not in found]
 
 
 #: Seconds that a note is kept, and longer while its holder still has a row.
@@ -280,13 +315,13 @@ def told(using: str, owners: Sequence[str]) -> dict[str, str]:
 
 
 def overtaken(
-    connection: BaseDatabaseWrapper, grant: WriteGrant, reader: str = ""
+    connection: BaseDatabaseWrapper, grant: WriteGrant, owner_id: str = ""
 ) -> tuple[str, Holder | None] | None:
     """
     Return why `grant` isn't the newest, and the holder of the newest; None if it is.
 
     Args:
-        reader: The owner id, if it is a reader's.
+        owner_id: The holder's: in the fence, all readers have the same owner.
     """
     ledger = LEDGERS[connection.vendor]
     newest = ledger.newest(connection, grant.name)
@@ -300,9 +335,9 @@ def overtaken(
     if row is not None and row.token == token:
         holder = row.holder()
         return f"{why}, granted to {holder}", holder
-    released = reader or grant.owner
+    released = owner_id or grant.owner
     note = notes(connection.alias, [released]).get(released)
-    if note is None and reader and not owner:
+    if note is None and grant.owner == SHARED and not owner:
         return f"{why}: it was raised, as by the forced release of another reader", None
     return f"{why}: {note}" if note else why, None
 

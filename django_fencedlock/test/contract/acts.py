@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import random
 import select
 import signal
 import time
@@ -89,6 +90,16 @@ def take_turns(alias: str, name: str, times: int, log: str) -> None:
         with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT) as lease:
             _note(log, f"in {lease.token}")
             _note(log, f"out {lease.token}")
+
+
+def read_and_write(alias: str, name: str, times: int, log: str) -> None:
+    """Acquire the lock, mostly as a reader; note each grant, its kind and its token."""
+    for _ in range(times):
+        shared = random.random() < 0.7
+        with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT, shared=shared) as lease:
+            kind = "reader" if shared else "writer"
+            _note(log, f"in {kind} {lease.token}")
+            _note(log, f"out {kind} {lease.token}")
 
 
 def note_when_served(alias: str, name: str, place: int, log: str) -> None:

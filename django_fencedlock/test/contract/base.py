@@ -176,7 +176,7 @@ def release(lease: Lease) -> None:
         lease.entries = 1
         with contextlib.suppress(BackendUnavailable):
             # Not service(alias): the settings may have changed.
-            lease._control.release(lease, lease.who)
+            lease._control.release([lease], lease.who)
 
 
 @contextlib.contextmanager

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import transaction
 
 from ...exceptions import LeaseLost, LockNotAcquired, LockUpgrade, StaleFence
 from ...lease import Lease, current_lease
 from ...ops.force_release import Outcome, force_release, held_by
 from ...ops.registry import State, listing
-from ..processes import TIMEOUT, AnotherProcess, AnotherThread, another_thread, wait_until
+from ..processes import (
+    TIMEOUT,
+    AnotherProcess,
+    AnotherThread,
+    Processes,
+    another_thread,
+    wait_until,
+)
 from . import acts
 from .base import SHORT, Contract, all_at_once
 from .dying import SOON, kill
@@ -122,6 +133,29 @@ class SharedContract(Contract):
         assert len(set(written)) == len(written)
         assert not set(written) & {token for token, shared in tokens if shared}
 
+    def test_readers_and_writers_of_several_processes(
+        self, name: str, processes: Processes
+    ) -> None:
+        with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile() as log:
+            several = [stack.enter_context(processes.borrow()) for _ in range(4)]
+            terms = (self.alias, name, 12, log.name)
+            runs = [each.start(acts.read_and_write, *terms) for each in several]
+            for run in runs:
+                run.result(TIMEOUT)
+            steps = [line.split() for line in Path(log.name).read_text().splitlines()]
+        inside: list[str] = []
+        newest = 0
+        for step, kind, number in steps:
+            if step == "out":
+                inside.remove(kind)
+                continue
+            inside.append(kind)
+            assert inside == ["writer"] or set(inside) == {"reader"}
+            assert int(number) >= newest
+            assert int(number) > newest or kind == "reader"
+            newest = int(number)
+        assert len(steps) == 4 * 12 * 2
+
     # Tokens
 
     def test_the_first_reader_after_a_writer_gets_a_higher_token(
@@ -209,6 +243,18 @@ class SharedContract(Contract):
         assert writer.token > reader.token
         thread.call(writer.release)
 
+    def test_a_reader_is_granted_inside_a_transaction(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        if self.one_writer:
+            pytest.skip("SQLite's file is locked.")
+        with transaction.atomic(using=self.database):
+            with self.lock(name, shared=True) as lease:
+                assert lease.verify()
+            # It is released at the end of the transaction.
+            assert not self.is_free_for(thread, name)
+        assert self.is_free_for(thread, name)
+
     # Entering again
 
     def test_a_holder_enters_its_shared_lease_again(self, name: str, thread: AnotherThread) -> None:
@@ -236,6 +282,8 @@ class SharedContract(Contract):
         with another_thread() as second:
             waiting = second.start(self.take_when_free, name)
             wait_until(lambda: not self.may_read(thread, name), "the writer to be seen")
+            with pytest.raises(LockNotAcquired, match=r"reader .*, and an exclusive holder waits"):
+                thread.call(self.enter, name, shared=True)
             assert self.take(name, shared=True) is lease
             assert lease.release()
             assert lease.verify()
@@ -358,6 +406,22 @@ class SharedContract(Contract):
         assert writer.token > done.token
         assert self.force(name, owner_id=mine.owner_id).outcome is Outcome.CHANGED_HANDS
         assert writer.verify()
+
+    def test_an_expired_reader_is_released_by_force(self, name: str, thread: AnotherThread) -> None:
+        if not self.service.backend.supports_ttl:
+            pytest.skip("A reader is gone with its session.")
+        mine, other = self.read(name, ttl=SHORT), thread.call(self.read, name)
+        self.pause_holder(mine)
+        wait_until(lambda: mine.expired, "the end of the lease")
+        time.sleep(0.1)
+        assert self.is_current(mine)
+        done = self.force(name, owner_id=mine.owner_id)
+        assert done.done
+        assert done.holder.owner_id == mine.owner_id
+        with pytest.raises(StaleFence, match="by the boss"):
+            self.pin(mine)
+        assert other.verify()
+        thread.call(other.release)
 
     def test_a_reader_that_is_recorded_during_a_forced_release_is_rejected(
         self, name: str, thread: AnotherThread, monkeypatch: pytest.MonkeyPatch
