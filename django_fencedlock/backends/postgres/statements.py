@@ -137,7 +137,8 @@ _TRY_KEYS = f"""
 l AS MATERIALIZED (SELECT n.*, pg_try_advisory_lock(n.session_key) AS ok FROM {_MANY}),
 a AS MATERIALIZED (SELECT bool_and(l.ok) AS ok FROM l)
 """
-_EACH = VALUES
+# The key of a row is random: XOR makes another random key for each place.
+_EACH = VALUES.replace("%(id)s::bigint", "%(id)s::bigint # l.place")
 for _column, _type in (("name", "text"), ("owner", "text"), ("session_key", "bigint")):
     _EACH = _EACH.replace(f"%({_column})s::{_type}", f"l.{_column}")
 _ALL_GRANTED = f"""pg_backend_pid(), CASE WHEN a.ok THEN {_IDLE}
