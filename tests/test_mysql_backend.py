@@ -220,7 +220,7 @@ class TestSets:
         assert peer.release_all(taken) == [True] * 2
         assert [each.token for each in take_all(peer, anew(claims))] == [3, 2, 3]
 
-    def test_the_rows_of_ended_sessions_are_in_nobodys_way(self, backend, peer, claims):
+    def test_the_rows_of_ended_sessions_refuse_no_set(self, backend, peer, claims):
         taken = take_all(peer, claims)
         end_sessions(peer)
         wait_until(lambda: not backend.holders([each.name for each in claims]), "the end")

@@ -57,7 +57,8 @@ class PostgresBackend(Backend):
     """
     Advisory locks of private sessions: one session for all locks of a ttl that were free.
 
-    A lock that was waited for stays on the session that waited.
+    A lock that was waited for stays on the session that waited. A session takes the lock of its
+    readers once, and releases it with the last of them.
     """
 
     label = "postgres"

@@ -74,9 +74,9 @@ SELECT l.ok, (SELECT f.token FROM f), {_GRANTED}, x.* FROM l LEFT JOIN LATERAL (
     SELECT {HOLDER} FROM {HELD} h WHERE h.name = %(name)s::text
     AND (NOT l.ok OR NOT EXISTS (SELECT 1 FROM f)) AND {_REFUSING}) x ON true
 """
-# A reader on a session that has the key for other readers doesn't ask the server for it again, so
-# it has to look whether anybody waits: the server stops new readers only on other sessions. The
-# session has the key once, and `again` is for a claim that was granted it.
+# A session takes the key once for all of its readers. The server would grant it again also while a
+# writer waits, so a further reader looks for waiting sessions instead. `again` is for a reader that
+# has the key, but no token yet.
 _SHARE_KEY = f"""{LOCKS},
 l AS MATERIALIZED (SELECT CASE %(how)s::text
     WHEN 'try' THEN pg_try_advisory_lock_shared(%(session_key)s::bigint)
