@@ -286,6 +286,9 @@ class BackendInterface:
         assert other.holders([each.name for each in claims]) == {}
 
     def test_a_failed_release_leaves_no_other_lock(self, backend, other, name, monkeypatch):
+        if type(backend).acquire_all is not Backend.acquire_all:
+            pytest.skip("it takes all locks or none in one request")
+
         def release(given):
             if given.name.endswith(":1"):
                 raise BackendUnavailable("away")

@@ -89,7 +89,7 @@ class TestDatabaseOnMariaDB(OnDatabase):
 
 
 @real("default", "postgres")
-class TestPostgres(Configured, LockContract, WaitingContract):
+class TestPostgres(Configured, LockContract, WaitingContract, SharedContract):
     @classmethod
     def fencedlock(cls):
         return {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}
