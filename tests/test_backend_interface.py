@@ -285,6 +285,9 @@ class BackendInterface:
         assert other.holders([each.name for each in claims]) == {}
 
     def test_a_failed_release_leaves_no_other_lock(self, backend, other, name, monkeypatch):
+        if type(backend).acquire_all is not Backend.acquire_all:
+            pytest.skip("it takes no lock before it knows that all are free")
+
         def release(given):
             if given.name.endswith(":1"):
                 raise BackendUnavailable("away")
@@ -307,7 +310,8 @@ class BackendInterface:
         held = take(other, claim(names[0]))
         sent, granted = backend.acquire_any(claims, Wait())
         assert sent == claims[1]
-        assert backend.acquire_any(claims, Wait()) == (sent, granted)
+        again, repeated = backend.acquire_any(claims, Wait())
+        assert (again, repeated.token) == (sent, granted.token)
         last = [claim(each)._replace(owner="of another process") for each in names]
         assert isinstance(other.acquire_any(last, Wait()), Held)
         assert backend.verify(grant(sent, granted))
