@@ -1,4 +1,4 @@
-"""Sets of locks and permits on real Redis and Valkey servers."""
+"""Sets of locks, permits and shared locks on real Redis and Valkey servers."""
 
 import random
 import time
@@ -8,13 +8,13 @@ import pytest
 
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.redis import RedisBackend
-from django_fencedlock.backends.redis.scripts import BEAT, CLAIM, RELEASE, Keys
+from django_fencedlock.backends.redis.scripts import ALIVE, BEAT, CLAIM, RELEASE, Keys
 from django_fencedlock.core.names import permit_name
 from django_fencedlock.core.runtime import clock
 from tests.failing import raising
 from tests.servers.process import wait_until
-from tests.test_backend_interface import grant, take
-from tests.test_redis_backend import SLACK, config_of, fenced, mine, refused, sent_by
+from tests.test_backend_interface import grant, reader, take
+from tests.test_redis_backend import NAME, SLACK, config_of, fenced, mine, refused, sent_by
 from tests.threads import at_once, beside
 
 NAMES = ["set:1", "set:2", "set:3"]
@@ -209,7 +209,7 @@ def left_waiting(backend, limit):
 
 
 def test_the_first_free_permit_is_granted_in_one_request(backend, server):
-    assert backend.holders(["gpu"]) == {}
+    backend.release(taken(backend, 1, name="other"))
     with server.monitor() as seen:
         held = [taken(backend, 5) for _ in range(3)]
     assert sent_by(seen) == ["EVALSHA"] * 3
@@ -308,7 +308,7 @@ def test_permits_that_expire_go_to_the_waiters_in_order(backend):
     began = clock()
     waiters = [Waiting(backend, 2) for _ in range(3)]
     held = [waiter.result() for waiter in waiters[:2]]
-    assert all(waiter.done_at - began < BEAT for waiter in waiters[:2])
+    assert all(waiter.done_at - began < SLACK for waiter in waiters[:2])
     assert waiters[2].waits
     backend.release(held[0])
     assert waiters[2].result().name == held[0].name
@@ -455,3 +455,243 @@ def test_no_permit_has_two_holders_and_none_stays_when_many_come_and_go(backend,
     assert len(grants) > 50
     assert set(grants) == {permit_name("gpu", number) for number in (1, 2, 3)}
     assert left(backend, redis) == set()
+
+
+# Shared locks
+
+
+def readers_of(backend, number, name=NAME, **more):
+    return [take(backend, reader(name, **more)) for _ in range(number)]
+
+
+class WaitingFor:
+    """A waiter for one claim, in the queue since its constructor returned."""
+
+    def __init__(self, backend, sent, seconds=SLACK):
+        self.sent, self.wait, self.done_at = sent, Wait(seconds), 0.0
+        queue = keys_of(backend, sent.name).queue
+        self.answered = beside(partial(self._run, backend))
+        wait_until(
+            lambda: backend._here.execute("ZSCORE", queue, sent.owner), "a waiter in the queue"
+        )
+        # Longer than GATE: it is in its blocking pop.
+        time.sleep(0.06)
+
+    def _run(self, backend):
+        answer = backend.acquire(self.sent, self.wait)
+        self.done_at = clock()
+        return None if isinstance(answer, Held) else grant(self.sent, answer)
+
+    @property
+    def waits(self):
+        return not self.answered.done()
+
+    def result(self):
+        return self.answered.result(2 * SLACK)
+
+
+def test_a_shared_lock_takes_one_request_each_way(backend, server, redis):
+    backend.release(*readers_of(backend, 1))
+    first = readers_of(backend, 1)
+    with server.monitor() as seen:
+        second = readers_of(backend, 1)
+        assert backend.release(second[0])
+    assert sent_by(seen) == ["EVALSHA", "EVALSHA"]
+    assert second[0].token is None
+    assert backend.release(first[0])
+    assert left(backend, redis) == set()
+
+
+def test_the_first_reader_after_a_writer_raises_the_counter(backend):
+    tokens = []
+    for _ in range(2):
+        writer = take(backend, fenced())
+        tokens.append(writer.token)
+        backend.release(writer)
+        backend.release_all([*readers_of(backend, 3), *readers_of(backend, 1)])
+    assert tokens == [1, 3]
+
+
+def test_an_expired_writer_is_not_renewed_after_a_reader(backend, redis):
+    writer = take(backend, fenced())
+    redis.delete(keys_of(backend, NAME).lock)
+    (read,) = readers_of(backend, 1)
+    assert backend.renew([writer]) == [Renewal.LOST]
+    assert not backend.verify(writer)
+    assert not backend.release(writer)
+    assert backend.verify(read)
+    assert backend.release(read)
+    assert not backend.verify(writer)
+    assert backend.renew([writer]) == [Renewal.LOST]
+
+
+def test_a_shared_lock_lives_as_long_as_its_last_reader(backend, redis):
+    short, long = (take(backend, reader(NAME, ttl=ttl)) for ttl in (5, 20))
+    lock = keys_of(backend, NAME).lock
+    assert 19_000 < redis.pttl(lock) <= 20_000
+    held = backend.holders([NAME])[NAME]
+    assert (held.owner, held.identity, held.token) == (short.owner, short.identity, None)
+    assert backend.renew([short]) == [Renewal.KEPT]
+    assert 19_000 < redis.pttl(lock) <= 20_000
+    backend.release(long)
+    assert 4000 < redis.pttl(lock) <= 5000
+    backend.renew([short._replace(ttl=30)])
+    assert 29_000 < redis.pttl(lock) <= 30_000
+
+
+def test_readers_and_others_are_renewed_in_one_batch(backend, server):
+    writer, held = take(backend, fenced("other")), readers_of(backend, 3)
+    backend.release(held[1])
+    backend.renew([writer])
+    with server.monitor() as seen:
+        answers = backend.renew([*held, writer])
+    assert sent_by(seen) == ["EVALSHA"]
+    assert answers == [Renewal.KEPT, Renewal.LOST, Renewal.KEPT, Renewal.KEPT]
+
+
+@pytest.mark.parametrize("known", [{}, {"shared": True}])
+def test_a_reader_is_released_by_its_owner_id_alone(backend, known):
+    one, two = readers_of(backend, 2)
+    assert backend.release(Grant(NAME, one.owner, **known))
+    assert not backend.release(Grant(NAME, one.owner, **known))
+    assert not backend.verify(one)
+    assert backend.verify(two)
+
+
+def test_readers_before_the_next_writer_get_in_together(backend):
+    held = take(backend, fenced())
+    one, two = (WaitingFor(backend, reader(NAME)) for _ in range(2))
+    writer, last = WaitingFor(backend, fenced()), WaitingFor(backend, reader(NAME))
+    released = clock()
+    backend.release(held)
+    readers = [each.result() for each in (one, two)]
+    assert max(one.done_at, two.done_at) - released < BEAT
+    assert writer.waits
+    assert last.waits
+    backend.release_all(readers[:1])
+    assert writer.waits
+    backend.release_all(readers[1:])
+    backend.release(writer.result())
+    assert last.result()
+    assert last.done_at >= writer.done_at
+
+
+@pytest.mark.parametrize("way", ["time", "cancelled", "dead"])
+def test_readers_get_in_when_the_writer_before_them_leaves(backend, redis, way):
+    readers_of(backend, 1)
+    if way == "dead":
+        queue_up(backend, NAME)
+        left_at = clock() + ALIVE
+    else:
+        writer = WaitingFor(backend, fenced(), 0.5 if way == "time" else SLACK)
+    waiter = WaitingFor(backend, reader(NAME))
+    if way != "dead":
+        if way == "cancelled":
+            writer.wait.cancel()
+        assert writer.result() is None
+        left_at = writer.done_at
+    assert waiter.result()
+    assert waiter.done_at - left_at < BEAT + SLACK / 4
+
+
+def test_a_reader_that_does_not_wait_passes_no_writer(backend, redis):
+    readers_of(backend, 1)
+    writer = queue_up(backend, NAME)
+    assert refused(backend, reader(NAME))
+    redis.delete(keys_of(backend, NAME).lock)
+    assert refused(backend, reader(NAME))
+    assert backend.holders([NAME])[NAME].owner == writer.owner
+
+
+def test_a_writer_lets_the_readers_in_that_wait_for_a_free_lock(backend, redis):
+    take(backend, fenced())
+    sent = [reader(NAME) for _ in range(2)]
+    for each in sent:
+        assert backend._claim([each], "0").arrival
+    redis.delete(keys_of(backend, NAME).lock)
+    assert refused(backend, fenced())
+    assert [*backend.acquire_all([fenced(), fenced("other")])] == [NAME]
+    for each in sent:
+        assert backend.verify(take(backend, each))
+
+
+@pytest.mark.slow
+def test_a_reader_that_was_let_in_and_died_delays_a_writer_by_one_claim(backend):
+    held = take(backend, fenced())
+    assert backend._claim([reader(NAME)], "0").arrival
+    released = clock()
+    backend.release(held)
+    writer = WaitingFor(backend, fenced())
+    assert writer.result()
+    assert CLAIM - 0.1 < writer.done_at - released < CLAIM + SLACK
+
+
+def test_a_shared_lock_sent_twice_in_any_state(backend, redis):
+    held = take(backend, fenced())
+    sent = reader(NAME)
+    first, second = (backend._claim([sent], "0") for _ in range(2))
+    assert first.arrival == second.arrival
+    backend.release(held)
+    assert len({take(backend, sent).handle for _ in range(2)}) == 1
+    assert redis.zcard(keys_of(backend, NAME).lock) == 1
+    backend.release(take(backend, sent))
+    assert left(backend, redis) == set()
+
+
+def test_shared_and_exclusive_locks_may_be_one_set(backend):
+    claims = [reader("a"), fenced("b")]
+    take(backend, reader("a"))
+    held = taken_together(backend, claims)
+    assert isinstance(backend.acquire(fenced("b"), Wait()), Held)
+    backend.release_all(held)
+    (read,) = readers_of(backend, 1, "b")
+    assert backend.acquire_all(claims)["b"].owner == read.owner
+    assert take(backend, fenced("a2"))
+    assert len(backend.holders(["a", "b"])) == 2
+
+
+def test_no_writer_is_inside_with_another_when_many_come_and_go(backend, redis):
+    inside, faults, done = [], [], []
+
+    def run(seed):
+        rng = random.Random(seed)
+        while clock() < end:
+            reads = rng.random() < 0.7
+            sent = reader(NAME, ttl=5) if reads else fenced(ttl=5)
+            answer = backend.acquire(sent, Wait(rng.uniform(0.0005, 0.1)))
+            if isinstance(answer, Held):
+                continue
+            inside.append(reads)
+            if inside != [False] and not all(inside):
+                faults.append([*inside])
+            done.append(reads)
+            time.sleep(rng.uniform(0, 0.002))
+            inside.remove(reads)
+            if not backend.release(grant(sent, answer)):
+                faults.append("lost")
+
+    end = clock() + 1.5
+    at_once([partial(run, seed) for seed in range(8)])
+    assert faults == []
+    assert done.count(True) > 20
+    assert done.count(False) > 20
+    assert left(backend, redis) == set()
+
+
+def test_a_newcomer_joins_the_readers_that_it_lets_in(backend, redis):
+    readers_of(backend, 1)
+    writer, waiting = queue_up(backend, NAME), reader(NAME)
+    assert backend._claim([waiting], "0").arrival
+    redis.zrem(keys_of(backend, NAME).queue, writer.owner)
+    (late,) = readers_of(backend, 1)
+    assert backend.verify(late)
+    assert backend.verify(grant(waiting))
+
+
+def test_a_reader_that_expired_was_not_released(backend, redis):
+    dead, alive = readers_of(backend, 2)
+    redis.zadd(keys_of(backend, NAME).lock, {dead.handle: 1})
+    assert backend.holders([NAME])[NAME].owner == alive.owner
+    assert not backend.verify(dead)
+    assert not backend.release(dead)
+    assert backend.release(alive)

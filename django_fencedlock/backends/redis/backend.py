@@ -37,6 +37,7 @@ from .scripts import (
     Keys,
     Script,
 )
+from .scripts_shared import ACQUIRE_SHARED, HOLDS_SHARED
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class RedisBackend(Backend):
     label = "redis"
     supports_waiting = True
     supports_any = True
+    supports_shared = True
     option_names = frozenset({"CACHE", "CLIENT_FACTORY", "TIMEOUT"})
 
     def __init__(self, config: AliasConfig) -> None:
@@ -116,10 +118,11 @@ class RedisBackend(Backend):
         if arrival:
             terms.append(arrival)
         since = clock()
-        answer = self._run("acquire", claim.name, ACQUIRE, keys, *terms)
+        script = ACQUIRE_SHARED if claim.shared else ACQUIRE
+        answer = self._run("acquire", claim.name, script, keys, *terms)
         if isinstance(answer, list):
             expires, place, handed, value = answer
-            for *given, which in handed:
+            for which, *given in handed:
                 self._recheck(self._keys(claims[which - 1].name), given)
             return _Refusal(_read_lock(value, expires), _text(place))
         token, _, which = _text(answer).partition(":")
@@ -157,7 +160,7 @@ class RedisBackend(Backend):
 
     def acquire_all(self, claims: Sequence[Claim]) -> list[Granted] | dict[str, Held]:
         """Take all locks or none, in one script; in a Cluster, one after the other."""
-        if is_cluster(self._here.client):
+        if is_cluster(self._here.client) or any(each.shared for each in claims):
             return self._acquire_each(claims)
         keys = [key for each in claims for key in self._keys(each.name)]
         terms = [_milliseconds(claims[0].ttl)]
@@ -247,6 +250,8 @@ class RedisBackend(Backend):
 
     def verify(self, grant: Grant) -> bool:
         keys, counter = self._keys(grant.name), _counter(grant)
+        if grant.shared:
+            return bool(self._run("verify", grant.name, HOLDS_SHARED, [keys.lock], _value(grant)))
         try:
             held, drawn = map(_text, self._here.execute("MGET", keys.lock, keys.counter))
         except RedisError as exc:
@@ -301,13 +306,14 @@ def _milliseconds(seconds: float) -> str:
 def _granted(claim: Claim, token: str, since: float) -> Granted:
     """Return the answer to a claim that got the lock; the token is 0 if it isn't fenced."""
     value = f"{claim.owner}:{token}:{claim.identity}"
-    return Granted(int(token) if claim.fenced else None, since, value)
+    return Granted(int(token) if claim.fenced and not claim.shared else None, since, value)
 
 
 def _value(grant: Grant) -> str:
     """Return the lock key's value while the grant holds the lock."""
     # The core may have given the grant another token. Another process's grant has no handle.
-    return grant.handle or f"{grant.owner}:{grant.token or 0}:{grant.identity}"
+    token = 0 if grant.shared else grant.token or 0
+    return grant.handle or f"{grant.owner}:{token}:{grant.identity}"
 
 
 def _counter(grant: Grant) -> str:
@@ -317,6 +323,8 @@ def _counter(grant: Grant) -> str:
 
 
 def _terms_of_release(grant: Grant) -> tuple[str, str]:
+    if grant.shared:
+        return grant.owner, f"-{_value(grant)}"
     return grant.owner, _counter(grant) if grant.fenced else "-"
 
 

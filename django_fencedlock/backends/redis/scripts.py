@@ -38,15 +38,19 @@ class Keys(NamedTuple):
     """
 
     #: "owner:token:identity", with the ttl of the lease. The token is 0 if it isn't fenced; the
-    #: identity is empty from a hand-over until the new owner claims the lock. The key of a permit
-    #: ends in its number, that of another lock doesn't end in a digit.
+    #: identity is empty from a hand-over until the new owner claims the lock. Of a shared lock it
+    #: is a sorted set: "owner:0:identity" of each reader by the end of its lease, in milliseconds
+    #: of the server's clock. The key lives as long as the last of them. The key of a permit ends
+    #: in its number, that of another lock doesn't end in a digit.
     lock: str
     #: Sorted set of waiting owners by arrival, in microseconds of the server's clock. The scripts
     #: append ":" for that by the end of their last heartbeat, ":owner" for an owner's mailbox: the
-    #: list that wakes it, and ":owner:" for the permits that it waits for: ",1,2,3,".
+    #: list that wakes it, and ":owner:" for what it waits for: permits as ",1,2,3,", or what a
+    #: reader has in the lock key.
     queue: str
     #: "last token:owner that drew it". A repeated request gets the same token. The owner is empty
-    #: after a release and a suggestion: then no expired lease is renewed.
+    #: after a release and a suggestion: then no expired lease is renewed. That of readers is
+    #: "shared": the first one after a writer raises the counter.
     counter: str
 
     @classmethod
@@ -73,7 +77,7 @@ class Script:
 
 # The parts of the scripts work on the lock whose keys are in the variables lock, queue and counter.
 # Numbers are formatted: Lua writes 1.79e15 as "1.79e+15".
-_DRAW = f"""
+DRAW = f"""
 local function draw(owner)
   local drawn, last = string.match(redis.call('GET', counter) or '', '^(%d+):(.*)$')
   if last ~= owner then
@@ -87,7 +91,7 @@ end
 # An unfenced grant raises an existing counter too: it shows an expired fenced lease that another
 # owner came.
 _GRANT = f"""
-{_DRAW}
+{DRAW}
 local function grant(token)
   if not token and (fenced == '1' or redis.call('EXISTS', counter) == 1) then
     token = draw(owner)
@@ -98,8 +102,10 @@ local function grant(token)
 end
 """
 
-# first_alive() passes over those that don't wait for this permit. They keep their places.
-_QUEUE = f"""
+# first_alive() passes over those that don't wait for this permit. They keep their places. Its third
+# value is what a reader has in the lock key, nil of others. hand_to() lets all readers in that come
+# before the next writer, and returns what RELEASE does.
+QUEUE = f"""
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 
@@ -114,63 +120,56 @@ local function first_alive()
     local owner = redis.call('ZRANGE', queue, place, place)[1]
     if not owner then return nil end
     local alive = tonumber(redis.call('ZSCORE', queue .. ':', owner) or 0)
-    local wanted = permit and redis.call('GET', queue .. ':' .. owner .. ':') or ''
+    local wanted = redis.call('GET', queue .. ':' .. owner .. ':') or ''
     if alive <= now then
       leave_queue(owner)
     elseif permit and not string.find(wanted, ',' .. permit .. ',', 1, true) then
       place = place + 1
     else
-      return owner, alive
+      return owner, alive, not permit and wanted ~= '' and wanted
     end
   end
 end
 
-local function hand_to(owner, alive)
-  local token = draw(owner)
+-- Of a shared lock: whether a reader has it.
+local function any_reader()
+  redis.call('ZREMRANGEBYSCORE', lock, '-inf', string.format('%.0f', now / 1000))
+  local ends = redis.call('ZREVRANGE', lock, 0, 0, 'WITHSCORES')[2]
+  return ends and redis.call('PEXPIREAT', lock, ends) == 1
+end
+
+local function let_in(reader, ms)
+  if type(redis.pcall('GET', lock)) == 'string' then redis.call('DEL', lock) end
+  redis.call('ZADD', lock, string.format('%.0f', now / 1000 + ms), reader)
+  any_reader()
+end
+
+local function wake(owner)
   local mailbox = queue .. ':' .. owner
   leave_queue(owner)
-  redis.call('SET', lock, owner .. ':' .. token .. ':', 'PX', {CLAIM * 1000:.0f})
-  redis.call('RPUSH', mailbox, token)
+  redis.call('RPUSH', mailbox, '')
   redis.call('PEXPIRE', mailbox, {CLAIM * 1000:.0f})
+end
+
+local function hand_to(owner, alive, reader)
+  local token = draw(reader and 'shared' or owner)
+  if reader then
+    while reader do
+      let_in(reader, {CLAIM * 1000:.0f})
+      wake(owner)
+      owner, alive, reader = first_alive()
+    end
+    return {{}}
+  end
+  wake(owner)
+  redis.call('SET', lock, owner .. ':' .. token .. ':', 'PX', {CLAIM * 1000:.0f})
   return {{owner, token, math.floor((now + {ALIVE * 1_000_000:.0f} - alive) / 1000)}}
 end
 """
 
-# Takes one lock, or one of the permits of a name: that of the owner, else the first free one.
-# KEYS     the lock of each, their queue, the counter of each
-# ARGV     owner, ttl in ms, identity, 1 if fenced; to queue if refused: 0, or the arrival that was
-#          returned before. Without it the owner leaves the queue.
-# Returns  "token:which", the token 0 if unfenced; or of the lock that expires first {ms until then,
-#          arrival, handed, lock key}: handed has {owner, token, ms since its last heartbeat, which}
-#          of each waiter that one was handed to
-# An uncontended lock runs the first part alone. A newcomer doesn't get a free lock before the
-# queue, but hands it to the first waiter.
-ACQUIRE = Script(f"""
-local owner, ttl, identity, fenced, arrival = unpack(ARGV)
-local count = (#KEYS - 1) / 2
-local lock, queue, counter = KEYS[1], KEYS[count + 1], KEYS[count + 2]
-{_GRANT}
-if redis.call('EXISTS', unpack(KEYS, 1, count + 1)) == 0 then return grant() .. ':1' end
-local function choose(which)
-  lock, counter = KEYS[which], KEYS[count + 1 + which]
-  return which
-end
-local head, held, mine, free = owner .. ':', {{}}
-for n = count, 1, -1 do
-  held[n] = redis.call('GET', KEYS[n])
-  if not held[n] then
-    free = n
-  elseif string.sub(held[n], 1, #head) == head then
-    mine = n
-  end
-end
-if free and not mine and redis.call('EXISTS', queue) == 0 then
-  choose(free)
-  return grant() .. ':' .. free
-end
-{_QUEUE}
-local mailbox = queue .. ':' .. owner
-if arrival and not mine then
+# Of the script's own owner. `wanted` is what it waits for, as in Keys.
+ENQUEUE = f"""
+local function enqueue(wanted)
   local place = redis.call('ZSCORE', queue, owner)
   if place then
     arrival = place
@@ -182,21 +181,68 @@ if arrival and not mine then
   redis.call('ZADD', queue .. ':', string.format('%.0f', now + {ALIVE * 1_000_000:.0f}), owner)
   redis.call('PEXPIRE', queue, {_QUEUE_TTL})
   redis.call('PEXPIRE', queue .. ':', {_QUEUE_TTL})
+  if wanted then redis.call('SET', queue .. ':' .. owner .. ':', wanted, 'PX', {_QUEUE_TTL}) end
+end
+"""
+
+# Who holds the lock: the value of its key, or the reader whose lease ends first.
+SHOW = """
+local function show()
+  local held = redis.pcall('GET', lock)
+  if type(held) ~= 'table' then return held end
+  local time = redis.call('TIME')
+  local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  return redis.call('ZRANGEBYSCORE', lock, now, '+inf', 'LIMIT', 0, 1)[1] or false
+end
+"""
+
+# Takes one lock, or one of the permits of a name: that of the owner, else the first free one.
+# KEYS     the lock of each, their queue, the counter of each
+# ARGV     owner, ttl in ms, identity, 1 if fenced; to queue if refused: 0, or the arrival that was
+#          returned before. Without it the owner leaves the queue.
+# Returns  "token:which", the token 0 if unfenced; or of the lock that expires first {ms until then,
+#          arrival, handed, lock key}: handed has {which, owner, token, ms since its last heartbeat}
+#          of each waiter that one was handed to, and {which} of readers
+# An uncontended lock runs the first part alone. A newcomer doesn't get a free lock before the
+# queue, but hands it to the first waiter.
+ACQUIRE = Script(f"""
+local owner, ttl, identity, fenced, arrival = unpack(ARGV)
+local count = (#KEYS - 1) / 2
+local lock, queue, counter = KEYS[1], KEYS[count + 1], KEYS[count + 2]
+{_GRANT}
+if redis.call('EXISTS', unpack(KEYS, 1, count + 1)) == 0 then return grant() .. ':1' end
+local function choose(which)
+  lock, counter = KEYS[which], KEYS[count + 1 + which]
+end
+local head, held, mine, free = owner .. ':', {{}}
+for n = count, 1, -1 do
+  held[n] = redis.pcall('GET', KEYS[n])
+  if not held[n] then
+    free = n
+  elseif type(held[n]) == 'string' and string.sub(held[n], 1, #head) == head then
+    mine = n
+  end
+end
+if free and not mine and redis.call('EXISTS', queue) == 0 then
+  choose(free)
+  return grant() .. ':' .. free
+end
+{QUEUE}
+{ENQUEUE}
+local mailbox = queue .. ':' .. owner
+if arrival and not mine then
   local permits = {{}}
   for n = 1, count do permits[n] = string.match(KEYS[n], '%d+$') end
-  if permits[1] then
-    local wanted = ',' .. table.concat(permits, ',') .. ','
-    redis.call('SET', mailbox .. ':', wanted, 'PX', {_QUEUE_TTL})
-  end
+  enqueue(permits[1] and ',' .. table.concat(permits, ',') .. ',')
 end
 local handed = {{}}
 for n = 1, count do
   if not mine and not held[n] then
     choose(n)
-    local first, alive = first_alive()
+    local first, alive, reader = first_alive()
     if first and first ~= owner then
-      local given = hand_to(first, alive)
-      given[4] = n
+      local given = hand_to(first, alive, reader)
+      table.insert(given, 1, n)
       table.insert(handed, given)
     else
       mine = n
@@ -220,7 +266,8 @@ for n = 1, count do
     choose(n)
   end
 end
-return {{expires, arrival or '', handed, redis.call('GET', lock)}}
+{SHOW}
+return {{expires, arrival or '', handed, show()}}
 """)
 
 # Takes all locks or none. A lock with a live waiter is as good as held: it is handed over.
@@ -237,16 +284,17 @@ local function choose(n)
   owner, identity, fenced = unpack(ARGV, 3 * n - 1, 3 * n + 1)
 end
 {_GRANT}
-{_QUEUE}
+{QUEUE}
+{SHOW}
 local answers, tokens, refused = {{}}, {{}}, false
 for n = 1, #KEYS / 3 do
   choose(n)
-  local held, handed = redis.call('GET', lock), {{}}
+  local held, handed = show(), {{}}
   if not held and redis.call('EXISTS', queue) == 1 then
-    local first, alive = first_alive()
+    local first, alive, reader = first_alive()
     if first and first ~= owner then
-      handed = hand_to(first, alive)
-      held = redis.call('GET', lock)
+      handed = hand_to(first, alive, reader)
+      held = show()
     end
   end
   local head = owner .. ':'
@@ -272,8 +320,17 @@ return answers
 _RELEASE = f"""
 local lock, queue, counter
 local function release(owner, known)
-  local head, held = owner .. ':', redis.call('GET', lock)
-  local mine = held and string.sub(held, 1, #head) == head
+  local head, held = owner .. ':', redis.pcall('GET', lock)
+  local shared = type(held) == 'table'
+  local mine = held and not shared and string.sub(held, 1, #head) == head
+  if shared then
+    local time = redis.call('TIME')
+    redis.call('ZREMRANGEBYSCORE', lock, '-inf', time[1] * 1000 + math.floor(time[2] / 1000))
+    mine = redis.call('ZREM', lock, string.sub(known, 2)) == 1
+    for _, reader in ipairs(mine and {{}} or redis.call('ZRANGE', lock, 0, -1)) do
+      if string.sub(reader, 1, #head) == head then mine = redis.call('ZREM', lock, reader) == 1 end
+    end
+  end
   local mailbox = queue .. ':' .. owner
   local had = 1
   if not mine then
@@ -282,7 +339,7 @@ local function release(owner, known)
     redis.call('DEL', mailbox, mailbox .. ':')
     if held then return had end
   end
-  if known ~= '-' then
+  if string.sub(known, 1, 1) ~= '-' then
     local value = redis.call('GET', counter)
     local drawn, last = string.match(value or known, '^(%d+):(.*)$')
     if last == owner and (not value or known == '' or known == value) then had = 1 end
@@ -291,11 +348,12 @@ local function release(owner, known)
     end
   end
   if not mine then return had end
-  if redis.call('EXISTS', queue) == 1 then
-    {_DRAW}
-    {_QUEUE}
-    local first, alive = first_alive()
-    if first then return hand_to(first, alive) end
+  if shared or redis.call('EXISTS', queue) == 1 then
+    {DRAW}
+    {QUEUE}
+    if shared and any_reader() then return 1 end
+    local first, alive, reader = first_alive()
+    if first then return hand_to(first, alive, reader) end
   end
   redis.call('DEL', lock, mailbox, mailbox .. ':')
   return 1
@@ -303,9 +361,10 @@ end
 """
 
 # KEYS     as in Keys
-# ARGV     owner; the counter if no other owner came since: "" if unknown, "-" if unfenced
+# ARGV     owner; the counter if no other owner came since: "" if unknown, "-" if unfenced; of a
+#          reader "-" and what it has in the lock key
 # Returns  1 if the owner had the lock or a place in the queue, else 0; or handed: {owner, token, ms
-#          since its last heartbeat} of the waiter it was handed to
+#          since its last heartbeat} of the waiter it was handed to, {} of readers
 # An expired lease is the owner's if no other came since, as in RENEW. The owner leaves the counter:
 # a renewal that arrives late must not bring the lock back.
 RELEASE = Script(f"""
@@ -333,14 +392,14 @@ return answers
 # Returns  {} if the waiter has the lock or no other waits, else handed, as in RELEASE
 RECHECK = Script(f"""
 local lock, queue, counter = unpack(KEYS)
-if redis.call('GET', lock) ~= ARGV[1] .. ':' .. ARGV[2] .. ':'
+if redis.pcall('GET', lock) ~= ARGV[1] .. ':' .. ARGV[2] .. ':'
     or redis.call('EXISTS', queue .. ':' .. ARGV[1]) == 0 then
   return {{}}
 end
-{_DRAW}
-{_QUEUE}
-local owner, alive = first_alive()
-return owner and hand_to(owner, alive) or {{}}
+{DRAW}
+{QUEUE}
+local owner, alive, reader = first_alive()
+return owner and hand_to(owner, alive, reader) or {{}}
 """)
 
 # KEYS     lock and counter of each lease
@@ -356,6 +415,14 @@ for last = 2, #KEYS, 2 do
   local renewed = 0
   if held == value then
     renewed = redis.call('PEXPIRE', lock, ttl)
+  elseif type(held) == 'table' then
+    local time = redis.call('TIME')
+    local now = time[1] * 1000 + math.floor(time[2] / 1000)
+    if (tonumber(redis.pcall('ZSCORE', lock, value)) or 0) > now then
+      redis.call('ZADD', lock, string.format('%.0f', now + ttl), value)
+      if redis.call('PTTL', lock) < tonumber(ttl) then redis.call('PEXPIRE', lock, ttl) end
+      renewed = 1
+    end
   elseif not held then
     local owner, token = string.match(value, '^([^:]*):(%d+):')
     local mine = token .. ':' .. owner
@@ -372,13 +439,13 @@ return answers
 
 # KEYS     lock and queue of each lock
 # Returns  of each lock {value of the lock key, ms until it expires, number of waiters}
-LOOK = Script("""
-local found = {}
+LOOK = Script(f"""
+local lock
+{SHOW}
+local found = {{}}
 for last = 2, #KEYS, 2 do
-  local lock = KEYS[last - 1]
-  found[last / 2] = {
-    redis.call('GET', lock), redis.call('PTTL', lock), redis.call('ZCARD', KEYS[last])
-  }
+  lock = KEYS[last - 1]
+  found[last / 2] = {{show(), redis.call('PTTL', lock), redis.call('ZCARD', KEYS[last])}}
 end
 return found
 """)
