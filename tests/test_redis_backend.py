@@ -108,7 +108,7 @@ class Store:
 
     def dead(self, *, pause=0.06):
         sent = mine()
-        _, arrival = self.backend._claim([sent], "0")
+        arrival = self.backend._claim([sent], "0").arrival
         time.sleep(pause)
         return sent, arrival
 

@@ -27,6 +27,7 @@ from .scripts import (
     ACQUIRE_ALL,
     BEAT,
     GATE,
+    LATER,
     LOOK,
     RECHECK,
     RELEASE,
@@ -48,6 +49,8 @@ class _Refusal(NamedTuple):
     held: Held
     #: The place in the queue; empty if the claim has none.
     arrival: str
+    #: How many wait before it.
+    before: int
 
 
 _RENEWALS: Mapping[object, Renewal] = {0: Renewal.LOST, 1: Renewal.KEPT}
@@ -121,10 +124,10 @@ class RedisBackend(Backend):
         script = ACQUIRE_SHARED if claim.shared else ACQUIRE
         answer = self._run("acquire", claim.name, script, keys, *terms)
         if isinstance(answer, list):
-            expires, place, handed, value = answer
+            expires, place, before, handed, value = answer
             for which, *given in handed:
                 self._recheck(self._keys(claims[which - 1].name), given)
-            return _Refusal(_read_lock(value, expires), _text(place))
+            return _Refusal(_read_lock(value, expires), _text(place), before)
         token, _, which = _text(answer).partition(":")
         return claims[int(which) - 1], _granted(claim, token, since)
 
@@ -144,6 +147,8 @@ class RedisBackend(Backend):
                 held = refusal.held
                 wait.refused(held)
                 pause = BEAT if held.expires_in is None else held.expires_in + 0.002
+                if refusal.before:
+                    pause += LATER
                 self._here.pop(mailbox, min(BEAT, pause, wait.left))
                 # The last request leaves the queue, unless it gets the lock.
                 answer = self._claim(claims, refusal.arrival if wait.left else "")

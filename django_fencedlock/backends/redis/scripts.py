@@ -24,6 +24,10 @@ CLAIM = 3.0
 #: Milliseconds after its last heartbeat until a live waiter is certainly in its blocking pop.
 GATE = 50
 
+#: Seconds after a lock expires until others look than the first waiter. One that wakes up with them
+#: would be taken for dead by RECHECK. An idle server ends a blocking pop up to 0.1 s late.
+LATER = 0.15
+
 # Longer than any client keeps a token that it hasn't recorded yet.
 _COUNTER_TTL = 14 * 24 * 3600 * 1000
 _QUEUE_TTL = 60_000
@@ -201,8 +205,8 @@ end
 # ARGV     owner, ttl in ms, identity, 1 if fenced; to queue if refused: 0, or the arrival that was
 #          returned before. Without it the owner leaves the queue.
 # Returns  "token:which", the token 0 if unfenced; or of the lock that expires first {ms until then,
-#          arrival, handed, lock key}: handed has {which, owner, token, ms since its last heartbeat}
-#          of each waiter that one was handed to, and {which} of readers
+#          arrival, number of waiters before, handed, lock key}: handed has {which, owner, token, ms
+#          since its last heartbeat} of each waiter that one was handed to, and {which} of readers
 # An uncontended lock runs the first part alone. A newcomer doesn't get a free lock before the
 # queue, but hands it to the first waiter.
 ACQUIRE = Script(f"""
@@ -267,7 +271,7 @@ for n = 1, count do
   end
 end
 {SHOW}
-return {{expires, arrival or '', handed, show()}}
+return {{expires, arrival or '', redis.call('ZRANK', queue, owner) or 0, handed, show()}}
 """)
 
 # Takes all locks or none. A lock with a live waiter is as good as held: it is handed over.

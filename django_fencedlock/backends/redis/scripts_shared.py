@@ -47,7 +47,8 @@ if mine then
   return '0:1'
 end
 if handed[1] then handed = {{{{1, unpack(handed)}}}} end
-return {{redis.call('PTTL', lock), arrival or '', handed, show()}}
+local before = redis.call('ZRANK', queue, owner) or 0
+return {{redis.call('PTTL', lock), arrival or '', before, handed, show()}}
 """)
 
 # KEYS     lock
