@@ -610,6 +610,8 @@ def test_a_writer_lets_the_readers_in_that_wait_for_a_free_lock(backend, redis):
         assert backend._claim([each], "0").arrival
     redis.delete(keys_of(backend, NAME).lock)
     assert refused(backend, fenced())
+    # Both, before they ask again.
+    assert all(backend.verify(grant(each)) for each in sent)
     assert [*backend.acquire_all([fenced(), fenced("other")])] == [NAME]
     for each in sent:
         assert backend.verify(take(backend, each))
@@ -688,6 +690,16 @@ def test_a_newcomer_joins_the_readers_that_it_lets_in(backend, redis):
     assert backend.verify(grant(waiting))
 
 
+def test_a_reader_that_expired_does_not_pass_a_writer(backend, redis):
+    readers_of(backend, 1)
+    sent = reader(NAME)
+    dead = take(backend, sent)
+    queue_up(backend, NAME)
+    assert take(backend, sent)
+    redis.zadd(keys_of(backend, NAME).lock, {dead.handle: 1})
+    assert refused(backend, sent)
+
+
 def test_a_reader_that_expired_was_not_released(backend, redis):
     dead, alive = readers_of(backend, 2)
     redis.zadd(keys_of(backend, NAME).lock, {dead.handle: 1})
@@ -695,3 +707,23 @@ def test_a_reader_that_expired_was_not_released(backend, redis):
     assert not backend.verify(dead)
     assert not backend.release(dead)
     assert backend.release(alive)
+
+
+# The queue of all kinds
+
+
+def test_only_the_first_waiter_looks_as_soon_as_a_lock_expires(backend, monkeypatch):
+    """Others that wake up with it would take it for dead."""
+    really, popped, seen = backend._here.pop, [], []
+    monkeypatch.setattr(
+        backend._here, "pop", lambda key, limit: (popped.append(limit), really(key, limit))
+    )
+    for number, sent in enumerate([fenced("1"), fenced("2"), reader("3")]):
+        take(backend, fenced(sent.name, ttl=0.5))
+        if number:
+            # The first one, which never asks again.
+            queue_up(backend, sent.name)
+        popped.clear()
+        seen.clear()
+        assert isinstance(backend.acquire(sent, Wait(SLACK, seen.append)), Granted)
+        assert (popped[0] > seen[0].expires_in + 0.1) == bool(number)

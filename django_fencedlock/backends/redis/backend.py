@@ -66,6 +66,9 @@ class RedisBackend(Backend):
     waiter's after T, a beat and a second. For a client from CACHE or CLIENT_FACTORY, T is what that
     client's own time limits and retries make it.
 
+    Permits and readers wait in the queue of their name. Readers get in together, up to the next
+    writer. If a writer stops waiting, the readers behind it notice within a beat.
+
     A waiter that dies delays those behind it by a few milliseconds. If it dies just as it gets the
     lock, it delays them by three seconds at most (`scripts.CLAIM`).
     """
