@@ -46,6 +46,8 @@ else:
 
     L = TypeVar("L")
 F = TypeVar("F", bound=Callable[..., Any])
+#: How many holders a lock may have at a time; None for a lock with one holder.
+Limit = int | Callable[[], int] | None
 
 _INSIDE = "Put @lock directly above its `async def`, or acquire the lock inside of it."
 
@@ -75,10 +77,16 @@ class Lock(Generic[L]):
         fenced: False for a lock that only saves work: no token, and no record in the database.
         required: False for a block that runs without the lock, with None as its lease, if another
             holder has it. Else ``with`` raises `LockNotAcquired`.
+        limit: How many holders may have it at a time, 1 to 1000, each by one of so many permits; or
+            a callable without arguments that returns the number. A permit has a lock name, a token
+            and a fence of its own, and covers no fenced row. ``limit=1`` isn't the lock without a
+            limit: they don't exclude each other. Of callers with different limits, the largest one
+            counts. A lower one removes no permit that was granted: see ``fencedlock trim``.
     """
 
     #: repr() shows them, also of an object whose __init__() has failed.
     name = backend = ""
+    limit: Limit = None
 
     @overload
     def __init__(
@@ -90,6 +98,7 @@ class Lock(Generic[L]):
         backend: str = ...,
         fenced: bool = ...,
         required: Literal[True] = ...,
+        limit: Limit = ...,
     ) -> None: ...
     @overload
     def __init__(
@@ -101,6 +110,7 @@ class Lock(Generic[L]):
         backend: str = ...,
         fenced: bool = ...,
         required: bool,
+        limit: Limit = ...,
     ) -> None: ...
     def __init__(
         self,
@@ -111,6 +121,7 @@ class Lock(Generic[L]):
         backend: str = conf.DEFAULT_ALIAS,
         fenced: bool = True,
         required: bool = True,
+        limit: Limit = None,
         # A type checker rejects any other argument; at run time the error names it.
         **unknown: Never,
     ) -> None:
@@ -125,6 +136,8 @@ class Lock(Generic[L]):
         self.backend = backend
         self.fenced = fenced
         self.required = required
+        self.limit = limit
+        self._check_kind()
         #: The template that the name was made of, if it was made of one.
         self.pattern = ""
         self._ttl = None if ttl is None else conf.seconds(ttl, "ttl")
@@ -134,6 +147,11 @@ class Lock(Generic[L]):
         # Of each block that is open now, its generator or coroutine, and its lease: one object may
         # serve several threads.
         self._entered: list[tuple[object, OfHolder]] = []
+
+    def _check_kind(self) -> None:
+        """Raise for arguments that no kind of lock has, or that are of two kinds."""
+        if self.limit is not None and not callable(self.limit):
+            names.count_permits(self.name, self.limit)
 
     @property
     def ttl(self) -> float:
@@ -189,13 +207,23 @@ class Lock(Generic[L]):
         return lease
 
     def holder(self) -> Holder | None:
-        """Ask the lock service which holder has the lock; None if it is free."""
+        """
+        Ask the lock service which holder has the lock; None if it is free.
+
+        With a limit: one of the holders if all permits are held; None if a permit is free.
+        """
         forbid_in_event_loop(f"lock({self.name!r})", "await {}.aholder()")
-        return self._service.holder(self.name)
+        return self._look_up()
 
     async def aholder(self) -> Holder | None:
         """See holder()."""
-        return await self._service.in_thread(self._service.holder, self.name, kind=aio.TRY)
+        return await self._service.in_thread(self._look_up, kind=aio.TRY)
+
+    def _look_up(self) -> Holder | None:
+        if self.limit is None:
+            return self._service.holder(self.name)
+        claim = self._ask(self._service, False, UNSET)[0]
+        return self._service.permits.holder(claim)
 
     def __enter__(self) -> L:
         forbid_in_event_loop(f"lock({self.name!r})", "async with {}")
@@ -207,7 +235,7 @@ class Lock(Generic[L]):
                 enter(lease)
             elif self.required:
                 waited = clock() - wait.since
-                raise control.grants.refusal(self.name, waited, self.fenced, wait.held)
+                raise control.refusal(claim, waited, wait.held)
             self._entered.append((block, lease or OfHolder(who)))
             return cast(L, lease)
         except FencedLockError:
@@ -228,9 +256,8 @@ class Lock(Generic[L]):
         lease = await self._aacquire(claim, who, wait)
         if lease is None and self.required:
             waited = clock() - wait.since
-            refusal = functools.partial(self._service.grants.refusal, held=wait.held)
-            found = self._service.in_thread(refusal, self.name, waited, self.fenced, kind=aio.TRY)
-            raise await found
+            refusal = functools.partial(self._service.refusal, claim, waited, wait.held)
+            raise await self._service.in_thread(refusal, kind=aio.TRY)
         self._entered.append((block, lease or OfHolder(who)))
         return cast(L, lease)
 
@@ -268,7 +295,8 @@ class Lock(Generic[L]):
         return cast(F, run)
 
     def __repr__(self) -> str:
-        return f"lock({self.name!r}, backend={self.backend!r})"
+        limit = "" if self.limit is None else f", limit={self.limit!r}"
+        return f"lock({self.name!r}{limit}, backend={self.backend!r})"
 
     @property
     def _service(self) -> Service:
@@ -329,6 +357,8 @@ class Lock(Generic[L]):
         else:
             timeout = control.config.blocking_timeout
         claim = new_claim(self.name, self._ttl or control.config.ttl, self.fenced)
+        if self.limit is not None:
+            claim = claim._replace(permits=names.count_permits(self.name, self.limit))
         wait = Wait(timeout, cancelled_by=cancel, required=self.required)
         return claim, current_holder(), wait
 
@@ -423,7 +453,7 @@ def _unknown_argument(method: str, known: Sequence[str], given: str, *more: str)
     return TypeError(f"{method}() has no argument {given}. {hint}")
 
 
-_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "required")
+_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "required", "limit")
 
 
 def _about_attribute(name: str, given: str) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
@@ -126,6 +126,22 @@ class Grants:
             # Nothing may refer to the holder: a call of asyncio.to_thread() has ended then.
             wait.refused = tell
 
+    def acquire_any(self, claims: Sequence[Claim], wait: Wait) -> tuple[Grant, float] | Held:
+        """As `acquire()`, for any one of several locks, on a backend that `supports_any`."""
+        try:
+            while True:
+                answer = self.backend.acquire_any(claims, wait)
+                if isinstance(answer, Held):
+                    return answer
+                if found := self._confirm(*answer):
+                    return found
+                if not wait.left:
+                    return Held()
+        except BackendUnavailable:
+            for claim in claims:
+                self._keeper.doubt(grant_of(claim))
+            raise
+
     def _note_refusal(
         self,
         claim: Claim,
@@ -135,14 +151,11 @@ class Grants:
         held: Held,
     ) -> bool:
         """Evict the holder if its process is gone, and return whether that was done."""
-        if held.alias:
-            self._drop_row(claim.name, held.owner, held.label, holder_of(held, held.alias))
-            return True
-        if self._evict_if_gone(claim.name, held, claim.fenced):
+        if self.evict(claim, held):
             return True
         is_first, wait.held = wait.held is None, held
         if is_first:
-            self._refuse_to_wait_for_caller(claim, wait, who)
+            self.refuse_to_wait_for_caller(claim, wait, who)
             tell(held)
         return False
 
@@ -168,7 +181,7 @@ class Grants:
         # Once more before the caller's code runs: this process may have been paused.
         if confirmed and self._clock() < since + grant.ttl:
             # An earlier try of this owner must not be released now.
-            self._keeper.doubts.pop(claim.owner, None)
+            self._keeper.doubts.pop((claim.owner, claim.name), None)
             return confirmed, since
         try:
             # Its failure ends the acquire: the doubt would release what a later try got.
@@ -254,8 +267,12 @@ class Grants:
         with contextlib.suppress(RuntimeError):
             self.release(grant)
 
-    def _evict_if_gone(self, name: str, held: Held, fenced: bool) -> bool:
+    def evict(self, claim: Claim, held: Held) -> bool:
         """Release the lock of a holder whose process is gone; return whether that was done."""
+        name, fenced = claim.name, claim.fenced
+        if held.alias:
+            self._drop_row(name, held.owner, held.label, holder_of(held, held.alias))
+            return True
         process = Owner.read(held.owner, held.identity).process
         if not held.owner or not is_process_gone(process):
             return False
@@ -267,7 +284,7 @@ class Grants:
                 return True
         return False
 
-    def _refuse_to_wait_for_caller(self, claim: Claim, wait: Wait, who: LocalHolder | None) -> None:
+    def refuse_to_wait_for_caller(self, claim: Claim, wait: Wait, who: LocalHolder | None) -> None:
         """Raise if the holder of the lock waits for this very call: its context has the lease."""
         # A child task that the holder started has it as well, and can't be distinguished here.
         lease = current_lease(claim.name)
@@ -337,13 +354,17 @@ class Grants:
             holder=holder,
         )
 
-    def holder(self, name: str) -> Holder | None:
-        """Ask the service who has lock `name` now."""
+    def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
+        """Ask the service who has these locks now."""
         try:
-            held = self.backend.holders([name]).get(name)
+            return self.backend.holders(names)
         except BackendUnavailable as exc:
             raise_if_tables_missing(exc, self.backend.config.fence_database)
             raise
+
+    def holder(self, name: str) -> Holder | None:
+        """Ask the service who has lock `name` now."""
+        held = self.holders([name]).get(name)
         return None if held is None else holder_of(held, self.backend.config.alias)
 
     def _drop_row(self, name: str, owner: str, label: str, holder: Holder) -> None:

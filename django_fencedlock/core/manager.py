@@ -40,6 +40,7 @@ from .events import Kind, emit, subscribe
 from .grants import Grants, holder_of
 from .identity import LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
+from .permits import Permits, held_as
 from .runtime import clock
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ class Service:
             self.backend, self.report_losses, clock, None if self.backend.records_grants else fences
         )
         self.grants = Grants(self.backend, fences, self.keeper, clock, is_free)
+        self.permits = Permits(self.grants)
         self.holder = self.grants.holder
         _living.add(runtime.forks.register(self))
 
@@ -95,7 +97,8 @@ class Service:
         if lease := self.enter_again(claim, who):
             return lease
         try:
-            answer = self.grants.acquire(claim, wait, who, of_another_process)
+            found = self.permits if claim.permits else self.grants
+            answer = found.acquire(claim, wait, who, of_another_process)
             if not isinstance(answer, Held):
                 grant, since = answer
                 lease = Lease(
@@ -110,7 +113,7 @@ class Service:
                     lent=test_has_ended(connections[self.config.fence_database]),
                     clock=self._clock,
                 )
-                who.leases[self, lease.name] = lease
+                who.leases[self, held_as(claim)] = lease
                 self.keeper.keep(lease)
         except FencedLockError:
             raise
@@ -120,7 +123,8 @@ class Service:
                 lease.released = True
                 self._forget(lease)
                 self.keeper.forget(lease)
-            self.grants.drop(grant_of(claim) if lease is None else lease.grant)
+            for grant in [lease.grant] if lease else map(grant_of, wait.asked or [claim]):
+                self.grants.drop(grant)
             raise
         waited = self._clock() - wait.since
         if lease is not None:
@@ -134,11 +138,18 @@ class Service:
         emit(Kind.REFUSED, self.backend, name, pattern=pattern, waited=waited, holder=holder)
 
     def _forget(self, lease: Lease) -> None:
-        if (who := lease.who) is not None and who.leases.get((self, lease.name)) is lease:
-            del who.leases[self, lease.name]
+        key = self, held_as(lease.grant)
+        if (who := lease.who) is not None and who.leases.get(key) is lease:
+            del who.leases[key]
+
+    def refusal(self, claim: Claim, waited: float, held: Held | None) -> LockNotAcquired:
+        """Return the error that says who has the lock, or its permits."""
+        if claim.permits:
+            return self.permits.refusal(claim, waited)
+        return self.grants.refusal(claim.name, waited, claim.fenced, held)
 
     def lease_of(self, name: str, who: LocalHolder) -> Lease | None:
-        """The lease of lock `name` that `who` has in this process."""
+        """The lease of lock `name` that `who` has in this process; of any permit: `held_as()`."""
         lease = who.leases.get((self, name))
         if lease is not None and not lease.is_open():
             # Left behind by a test, with whose transaction it ended, or by the parent process.
@@ -148,7 +159,7 @@ class Service:
 
     def enter_again(self, claim: Claim, who: LocalHolder) -> Lease | None:
         """Return the lease that `who` has already, entered once more; else None."""
-        lease = self.lease_of(claim.name, who)
+        lease = self.lease_of(held_as(claim), who)
         if lease is None or lease.is_ending:
             return None
         if lease.lost:
@@ -166,7 +177,7 @@ class Service:
 
     def interrupted(self, claim: Claim, wait: Wait) -> None:
         """Undo what a claim has got in its wait: an exception interrupted its code."""
-        lease = self.lease_of(claim.name, current_holder())
+        lease = self.lease_of(held_as(claim), current_holder())
         if lease is not None and (lease.entered_by is claim or lease.entered_by is wait):
             # acquire() has counted its lease.
             lease.to_release -= lease.entered_by is wait
@@ -263,6 +274,8 @@ class Service:
         finally:
             # Only now: give_back_left_over() finds it until then.
             self._forget(lease)
+            if grant.permits:
+                self.permits.note_release(grant)
             if not lease.lent:
                 self.keeper.clear_row(grant)
             elif grant.fenced and not self.backend.records_unfenced:

@@ -107,7 +107,7 @@ class Command(BaseCommand):
         return FAILED if found.unanswered else 0
 
     def _show(self, name: str, **options: Any) -> int:
-        found = registry.portrait(names.validate(name))
+        found = registry.portrait(names.validate_any(name))
         self._put(asdict(found), table(("LOCK", found.name), list(_details(found)), self._paint))
         if found.is_held:
             return 0
@@ -119,7 +119,7 @@ class Command(BaseCommand):
         if self.as_json and not yes:
             raise ValueError("--format json can't ask for confirmation. Pass --yes to confirm.")
         try:
-            asked = [held_by(names.validate(name), each) for each in alias or conf.aliases()]
+            asked = [held_by(names.validate_any(name), each) for each in alias or conf.aliases()]
         except BackendUnavailable as exc:
             raise LookupError(
                 f"{exc} Nothing was released. Name the lock's alias with --alias if it is another."
