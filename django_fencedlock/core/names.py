@@ -63,9 +63,9 @@ def validate_any(name: object) -> str:
 
 
 def count_permits(name: str, limit: object) -> int:
-    """Return how many permits lock `name` has by its argument `limit`, which may be a callable."""
+    """Return how many permits lock `name` has by `limit`, which may be a callable."""
     found = limit() if callable(limit) else limit
-    what = f"The limit of lock {name!r} is {found!r}"
+    what = f"The limit{f' of lock {name!r}' if name else ''} is {found!r}"
     if callable(limit):
         what += f", as {getattr(limit, '__qualname__', limit)}() returned"
     if isinstance(found, bool) or not isinstance(found, int):

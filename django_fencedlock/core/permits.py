@@ -195,8 +195,10 @@ class _Search:
 
 
 def names_of(claim: Claim) -> list[str]:
-    """Return the names of the permits of a claim."""
-    return [permit_name(claim.name, number + 1) for number in range(claim.permits or 0)]
+    """Return the names of the locks that a claim may get: one, or that of each permit."""
+    if claim.permits is None:
+        return [claim.name]
+    return [permit_name(claim.name, number + 1) for number in range(claim.permits)]
 
 
 def held_as(claim: Claim | Grant) -> str:

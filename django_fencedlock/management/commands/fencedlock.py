@@ -21,6 +21,7 @@ from ...exceptions import BackendUnavailable, FencedLockError, SettingsError
 from ...ops import doctor, registry, resync
 from ...ops.force_release import HeldBy, Outcome, Release, consequences, force_release, held_by
 from ...ops.registry import duration
+from ...ops.trim import trim
 from ...problems import Level
 from ...storage.text import describe_error, escape_control, for_shell
 
@@ -65,6 +66,13 @@ class Command(BaseCommand):
         what = "the author to record (default: %(default)s)"
         action.add_argument("--by", default=current_user(), help=what)
         action.add_argument("--yes", action="store_true", help="don't ask for confirmation")
+
+        action = _action(actions, "trim", "raise the fences of the permits above a lower limit")
+        action.add_argument("name", help="the lock name, without the permit")
+        action.add_argument("limit", type=int, help="the limit that lock() has now")
+        action.add_argument("--alias", **_ALIAS)
+        what = "the author to record (default: %(default)s)"
+        action.add_argument("--by", default=current_user(), help=what)
 
         action = _action(actions, "doctor", "test each lock service and its databases")
         action.add_argument("--alias", **_ALIAS)
@@ -154,6 +162,18 @@ class Command(BaseCommand):
         self.stdout.write("Release it by force? [y/N]")
         if stdin.readline().strip().lower() not in ("y", "yes"):
             raise CommandError("Nothing was released.")
+
+    def _trim(self, name: str, limit: int, alias: list[str], by: str, **options: Any) -> int:
+        done = trim(name, limit, by=by, aliases=alias)
+        count = len(done.raised)
+        lines = [f"Lock {name!r}: {count} of the permits above {limit} had a fence to raise."]
+        for held in done.held:
+            command = f"manage.py fencedlock release {for_shell(held.name)}"
+            lines.append(f"{held.name!r} is held by {held.holder}. To release it: {command}")
+        for permit, blocker in done.locked.items():
+            lines.append(f"The fence of {permit!r} was not raised: {blocker} locks it.")
+        self._put({**asdict(done), "done": done.is_done}, list(map(escape_control, lines)))
+        return 0 if done.is_done else 1
 
     def _doctor(self, alias: list[str], timeout: float, **options: Any) -> int:
         limit = conf.seconds(timeout, "--timeout")
