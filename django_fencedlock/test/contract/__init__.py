@@ -32,6 +32,7 @@ _PARTS = (
     "losing",
     "naming",
     "outages",
+    "permits",
     "transactions",
     "waiting",
 )
@@ -46,6 +47,7 @@ from .holding import HoldingContract  # noqa: E402
 from .losing import ExpiryContract, LossContract  # noqa: E402
 from .naming import NameContract  # noqa: E402
 from .outages import DataLossContract, OutageContract  # noqa: E402
+from .permits import PermitContract  # noqa: E402
 from .transactions import TransactionContract  # noqa: E402
 from .waiting import WaitingContract  # noqa: E402
 
@@ -67,6 +69,7 @@ class LockContract(
     DeathContract,
     ForcedReleaseContract,
     TransactionContract,
+    PermitContract,
 ):
     """The tests for every backend."""
 
