@@ -14,6 +14,7 @@ from ..core.manager import service
 from ..exceptions import BackendUnavailable
 from ..models import Fence, HeldLock
 from ..storage.connections import ConnectionPool
+from ..storage.dialect import Newest
 from ..storage.fences import RESYNC_PATIENCE, pinned_by, raise_fence
 from ..storage.vendors import LEDGERS
 from .force_release import HeldBy, force_release, held_by
@@ -62,22 +63,26 @@ def trim(name: str, limit: int, *, by: str, aliases: list[str] | None = None) ->
     for alias in asked:
         _release_expired(done, above, alias, by)
     held = {each.name for each in done.held}
-    for permit, alias, token, owner in fences:
-        # No lease has an empty owner: such a fence was raised before.
-        if owner and permit not in held and permit not in done.raised:
-            _raise(done, permit, alias, token, owner)
+    for alias, newest in fences.items():
+        with contextlib.closing(
+            ConnectionPool(service(alias).config.fence_database, TIMEOUT)
+        ) as pool:
+            for permit, seen in newest.items():
+                if permit not in held and permit not in done.raised:
+                    _raise(done, permit, seen, alias, pool)
     done.raised.sort(key=above.index)
     return done
 
 
-def _fences(above: list[str], aliases: list[str]) -> list[tuple[str, str, int, str]]:
-    """Return the fences of the permits: name, an alias of the database, token and owner."""
+def _fences(above: list[str], aliases: list[str]) -> dict[str, dict[str, Newest]]:
+    """Return the permits that were granted, by an alias of each fence database."""
     by_database = {service(alias).config.fence_database: alias for alias in aliases}
-    return [
-        (row.name, alias, row.token, row.owner)
-        for using, alias in by_database.items()
-        for row in Fence.objects.using(using).filter(name__in=above).order_by("name")
-    ]
+    found = {}
+    for using, alias in by_database.items():
+        # No lease has an empty owner: such a fence was raised before.
+        rows = Fence.objects.using(using).filter(name__in=above).exclude(owner="")
+        found[alias] = {row.name: (row.token, row.owner) for row in rows.order_by("name")}
+    return found
 
 
 def _release_expired(done: Trimmed, above: list[str], alias: str, by: str) -> None:
@@ -96,23 +101,19 @@ def _release_expired(done: Trimmed, above: list[str], alias: str, by: str) -> No
             done.held.append(found)
 
 
-def _raise(done: Trimmed, permit: str, alias: str, token: int, owner: str) -> None:
+def _raise(done: Trimmed, permit: str, seen: Newest, alias: str, pool: ConnectionPool) -> None:
     """Raise a fence, unless the permit was granted since it was read."""
-    asked = service(alias)
-    using = asked.config.fence_database
-    with contextlib.closing(ConnectionPool(using, TIMEOUT)) as pool:
-        try:
-            work = partial(raise_fence, using, permit, (token, owner))
-            is_raised = pool.run_orm(work, RESYNC_PATIENCE)
-        except Error as exc:
-            if not LEDGERS[connections[using].vendor].is_row_locked(exc):
-                raise
-            done.locked[permit] = pinned_by(using, permit) or "an open transaction"
-            return
+    try:
+        is_raised = pool.run_orm(partial(raise_fence, pool.using, permit, seen), RESYNC_PATIENCE)
+    except Error as exc:
+        if not LEDGERS[connections[pool.using].vendor].is_row_locked(exc):
+            raise
+        done.locked[permit] = pinned_by(pool.using, permit) or "an open transaction"
+        return
     if is_raised:
         done.raised.append(permit)
         with contextlib.suppress(BackendUnavailable):
             # A hint only: the next grant has a token above the fence at once.
-            asked.backend.suggest(permit, token + 1)
+            service(alias).backend.suggest(permit, seen[0] + 1)
     elif found := held_by(permit, alias):
         done.held.append(found)
