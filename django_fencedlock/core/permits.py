@@ -136,9 +136,9 @@ class _Search:
             wait.seconds = 0.0
         wait.on_cancel(lambda: self._turn.cancel())
         names, pause = names_of(self._claim), FIRST_PAUSE
-        random.shuffle(names)
         if grants.backend.supports_any:
             return self._run_any(names)
+        random.shuffle(names)
         # A permit of the code that called this may never be released.
         queues = itertools.cycle([n for n in names if not current_lease(n)] or names)
         while True:
