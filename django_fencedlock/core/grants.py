@@ -105,7 +105,7 @@ class Grants:
             while True:
                 answer = backend.acquire(sent, wait)
                 if isinstance(answer, Granted):
-                    if found := self._confirm(claim, answer, is_recorded):
+                    if found := self.confirm(claim, answer, is_recorded):
                         return found
                     answer = Held()
                 elif wait.refused(answer):
@@ -133,13 +133,14 @@ class Grants:
                 answer = self.backend.acquire_any(claims, wait)
                 if isinstance(answer, Held):
                     return answer
-                if found := self._confirm(*answer):
+                if found := self.confirm(*answer):
                     return found
                 if not wait.left:
                     return Held()
-        except BackendUnavailable:
+        except BackendUnavailable as exc:
             for claim in claims:
                 self._keeper.doubt(grant_of(claim))
+            raise_if_tables_missing(exc, self.backend.config.fence_database)
             raise
 
     def _note_refusal(
@@ -159,7 +160,14 @@ class Grants:
             tell(held)
         return False
 
-    def _confirm(
+    def evict(self, claim: Claim, held: Held) -> bool:
+        """Release the lock of a holder whose process is gone; return whether that was done."""
+        if held.alias:
+            self._drop_row(claim.name, held.owner, held.label, holder_of(held, held.alias))
+            return True
+        return self._evict_if_gone(claim.name, held, claim.fenced)
+
+    def confirm(
         self, claim: Claim, granted: Granted, is_recorded: bool = False
     ) -> tuple[Grant, float] | None:
         """Record a grant that the service gave, or release it and return None."""
@@ -267,12 +275,8 @@ class Grants:
         with contextlib.suppress(RuntimeError):
             self.release(grant)
 
-    def evict(self, claim: Claim, held: Held) -> bool:
+    def _evict_if_gone(self, name: str, held: Held, fenced: bool) -> bool:
         """Release the lock of a holder whose process is gone; return whether that was done."""
-        name, fenced = claim.name, claim.fenced
-        if held.alias:
-            self._drop_row(name, held.owner, held.label, holder_of(held, held.alias))
-            return True
         process = Owner.read(held.owner, held.identity).process
         if not held.owner or not is_process_gone(process):
             return False
