@@ -180,7 +180,9 @@ def running(told, *, recorded=True):
     try:
         yield lease
     finally:
-        control.release(lease, who)
+        control.keeper.forget(lease)
+        control.grants.release(lease.grant)
+        lease.released = True
 
 
 class TestRedelivery:
