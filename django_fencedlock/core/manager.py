@@ -141,6 +141,8 @@ class Service:
         key = self, held_as(lease.grant)
         if (who := lease.who) is not None and who.leases.get(key) is lease:
             del who.leases[key]
+        if lease.grant.permits:
+            self.permits.note_free(lease.grant)
 
     def refusal(self, claim: Claim, waited: float, held: Held | None) -> LockNotAcquired:
         """Return the error that says who has the lock, or its permits."""
@@ -274,8 +276,6 @@ class Service:
         finally:
             # Only now: give_back_left_over() finds it until then.
             self._forget(lease)
-            if grant.permits:
-                self.permits.note_release(grant)
             if not lease.lent:
                 self.keeper.clear_row(grant)
             elif grant.fenced and not self.backend.records_unfenced:

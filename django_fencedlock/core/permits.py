@@ -54,8 +54,8 @@ class Permits:
         answer = search.ask(permit_name(claim.name, number))
         return search.run() if isinstance(answer, Held) else answer
 
-    def note_release(self, grant: Grant) -> None:
-        """Let the next acquire begin with the permit that was just released."""
+    def note_free(self, grant: Grant) -> None:
+        """Let the next acquire begin with a permit that this process no longer holds."""
         if permit := read_permit(grant.name):
             if len(self._released) >= MAX_NAMES:
                 self._released.clear()
