@@ -465,8 +465,10 @@ def test_a_limit_that_is_raised_and_lowered_under_load(on, name):
 
     def work():
         while not ends.is_set():
-            with lock("gpu", limit=lambda: limit[0], blocking_timeout=TIMEOUT, ttl=20):
+            with lock("gpu", limit=lambda: limit[0], blocking_timeout=None, ttl=20):
                 counted.pass_through(random.uniform(0.05, 0.15))
+            # Else this thread acquires its permit again before one that polls.
+            time.sleep(random.uniform(0, 0.05))
 
     workers = [beside(work) for _ in range(7)]
     try:
