@@ -40,6 +40,8 @@ else:
 
     L = TypeVar("L")
 F = TypeVar("F", bound=Callable[..., Any])
+#: How many holders a lock may have at a time; None for a lock with one holder.
+Limit = int | Callable[[], int] | None
 
 _INSIDE = "Put @lock directly above its `async def`, or acquire the lock inside of it."
 
@@ -71,10 +73,16 @@ class Lock(Acquiring, Generic[L]):
             waiting exclusive holder stops new readers. Its lease covers no write of a fenced row.
         required: False for a block that runs without the lock, with None as its lease, if another
             holder has it. Else ``with`` raises `LockNotAcquired`.
+        limit: How many holders may have it at a time, 1 to 1000, each by one of so many permits; or
+            a callable without arguments that returns the number. A permit has a lock name, a token
+            and a fence of its own, and covers no fenced row. ``limit=1`` isn't the lock without a
+            limit: they don't exclude each other. Of callers with different limits, the largest one
+            counts. A lower one removes no permit that was granted: see ``fencedlock trim``.
     """
 
-    #: repr() shows it, also of an object whose __init__() has failed.
+    #: repr() shows them, also of an object whose __init__() has failed.
     shared = False
+    limit: Limit = None
 
     @overload
     def __init__(
@@ -87,6 +95,7 @@ class Lock(Acquiring, Generic[L]):
         fenced: bool = ...,
         shared: bool = ...,
         required: Literal[True] = ...,
+        limit: Limit = ...,
     ) -> None: ...
     @overload
     def __init__(
@@ -99,6 +108,7 @@ class Lock(Acquiring, Generic[L]):
         fenced: bool = ...,
         shared: bool = ...,
         required: bool,
+        limit: Limit = ...,
     ) -> None: ...
     def __init__(
         self,
@@ -110,6 +120,7 @@ class Lock(Acquiring, Generic[L]):
         fenced: bool = True,
         shared: bool = False,
         required: bool = True,
+        limit: Limit = None,
         # A type checker rejects any other argument; at run time the error names it.
         **unknown: Never,
     ) -> None:
@@ -123,6 +134,20 @@ class Lock(Acquiring, Generic[L]):
         self.name = _validate(name) if type(name) is str else names.validate(name)
         super().__init__(ttl, blocking_timeout, backend, fenced, required)
         self.shared = shared
+        self.limit = limit
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        """Raise for arguments that no kind of lock has, or that are of two kinds."""
+        if self.limit is None:
+            return
+        if self.shared:
+            raise TypeError(
+                f"lock({self.name!r}) has limit= and shared=, which are two kinds of locks. Use "
+                "limit= for a number of holders, or shared=True for any number of readers."
+            )
+        if not callable(self.limit):
+            names.count_permits(self.name, self.limit)
 
     def acquire(
         self,
@@ -167,13 +192,23 @@ class Lock(Acquiring, Generic[L]):
         return lease
 
     def holder(self) -> Holder | None:
-        """Ask the lock service which holder has the lock; None if it is free."""
+        """
+        Ask the lock service which holder has the lock; None if it is free.
+
+        With a limit: one of the holders if all permits are held; None if a permit is free.
+        """
         forbid_in_event_loop(f"lock({self.name!r})", "await {}.aholder()")
-        return self._service.holder(self.name)
+        return self._look_up()
 
     async def aholder(self) -> Holder | None:
         """See holder()."""
-        return await self._service.in_thread(self._service.holder, self.name, kind=aio.TRY)
+        return await self._service.in_thread(self._look_up, kind=aio.TRY)
+
+    def _look_up(self) -> Holder | None:
+        if self.limit is None:
+            return self._service.holder(self.name)
+        claim = self._ask(self._service, False, UNSET)[0]
+        return self._service.permits.holder(claim)
 
     def __enter__(self) -> L:
         forbid_in_event_loop(f"lock({self.name!r})", "async with {}")
@@ -185,8 +220,7 @@ class Lock(Acquiring, Generic[L]):
                 enter(lease)
             elif self.required:
                 waited = clock() - wait.since
-                held, shared = wait.held, self.shared
-                raise control.grants.refusal(self.name, waited, self.fenced, held, shared)
+                raise control.refusal(claim, waited, wait.held)
             self._entered.append((block, lease or OfHolder(who)))
             return cast(L, lease)
         except FencedLockError:
@@ -202,11 +236,8 @@ class Lock(Acquiring, Generic[L]):
         lease = await self._aacquire(claim, who, wait)
         if lease is None and self.required:
             waited = clock() - wait.since
-            refusal = functools.partial(
-                self._service.grants.refusal, held=wait.held, shared=self.shared
-            )
-            found = self._service.in_thread(refusal, self.name, waited, self.fenced, kind=aio.TRY)
-            raise await found
+            refusal = functools.partial(self._service.refusal, claim, waited, wait.held)
+            raise await self._service.in_thread(refusal, kind=aio.TRY)
         self._entered.append((block, lease or OfHolder(who)))
         return cast(L, lease)
 
@@ -240,8 +271,9 @@ class Lock(Acquiring, Generic[L]):
         return cast(F, run)
 
     def __repr__(self) -> str:
+        limit = "" if self.limit is None else f", limit={self.limit!r}"
         shared = ", shared=True" if self.shared else ""
-        return f"lock({self.name!r}, backend={self.backend!r}{shared})"
+        return f"lock({self.name!r}{limit}, backend={self.backend!r}{shared})"
 
     if not TYPE_CHECKING:
 
@@ -288,6 +320,8 @@ class Lock(Acquiring, Generic[L]):
         wait = self._wait(control, blocking, blocking_timeout, cancel)
         ttl = self._ttl or control.config.ttl
         claim = new_claim(self.name, ttl, self.fenced, shared=self.shared)
+        if self.limit is not None:
+            claim = claim._replace(permits=names.count_permits(self.name, self.limit))
         return claim, current_holder(), wait
 
     async def _aacquire(self, claim: Claim, who: LocalHolder, wait: Wait) -> Lease | None:
@@ -323,7 +357,7 @@ def _unknown_argument(method: str, known: Sequence[str], given: str, *more: str)
     return TypeError(f"{method}() has no argument {given}. {hint}")
 
 
-_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "shared", "required")
+_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "shared", "required", "limit")
 
 
 def _about_attribute(name: str, given: str) -> str:

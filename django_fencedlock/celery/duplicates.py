@@ -13,6 +13,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from celery import Signature, _state, current_app
@@ -22,6 +23,7 @@ from celery.states import READY_STATES
 
 from ..backends.interface import Held
 from ..core.identity import Holder, shorten_task_id
+from ..core.permits import names_of
 from ..exceptions import BackendUnavailable, SettingsError
 from ..storage.message_records import Begun, Message, MessageRecords
 from .names import Call, single_of
@@ -93,20 +95,44 @@ class Delivery:
             if begun is not None and begun.outcome:
                 return self.judge(begun)
             may_be_the_same = f"[{shorten_task_id(self.message.task_id)}]" in holder.description
-            if begun is not None and (may_be_the_same or begun.owner == holder.owner_id):
+            if begun is not None and (may_be_the_same or self._runs(begun, holder)):
                 self._come_later("runs")
             if begun is not None or not may_be_the_same or time.monotonic() >= deadline:
                 return None
             # It has the lock but no record yet; or it is the run that this one retries.
             time.sleep(random.uniform(0.02, 0.1))
-            now = self._call.service.holder(self._call.name)
-            if now is None or now.owner_id != holder.owner_id:
+            if not self._holds(holder.owner_id):
                 raise HolderGone
 
     def begin(self) -> Skip | None:
         """Record that the run begins. Call it with the lock."""
+        if self._call.permits is not None:
+            return self._begin_with_permit()
         begun = self._ask(self._records.begin)
         return None if begun is None else self.judge(begun)
+
+    def _begin_with_permit(self) -> Skip | None:
+        """As `begin()`: another delivery of the message may run at this time."""
+        before = self._ask(self._records.newest)
+        if before is not None and self._runs(before):
+            self._come_later("runs")
+        former = before.owner if before is not None else ""
+        begun = self._ask(partial(self._records.begin, former=former))
+        if begun is not None and not begun.outcome and begun.owner != self.message.owner:
+            self._come_later("has just begun")
+        return None if begun is None else self.judge(begun)
+
+    def _runs(self, begun: Begun, holder: Holder | None = None) -> bool:
+        """Return whether an earlier delivery has the lock, or one of its permits."""
+        if holder is not None and begun.owner == holder.owner_id:
+            return True
+        is_other = not begun.outcome and begun.owner != self.message.owner
+        return self._call.permits is not None and is_other and self._holds(begun.owner)
+
+    def _holds(self, owner: str) -> bool:
+        """Ask the service whether an owner has the lock, or one of its permits."""
+        found = self._call.service.grants.look_up(names_of(self._call.claim()))
+        return any(held.owner == owner for held in found.values())
 
     def judge(self, begun: Begun) -> Skip | None:
         """Return why a message with the record `begun` isn't run; None if it is."""

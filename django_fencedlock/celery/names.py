@@ -25,7 +25,9 @@ from django.db.models import Model
 from django.utils.crypto import salted_hmac
 
 from .. import logs
+from ..backends.interface import Claim
 from ..core import names
+from ..core.grants import new_claim
 from ..core.identity import new_owner
 from ..core.manager import Service, service
 from ..exceptions import SettingsError
@@ -85,6 +87,13 @@ class Single:
             raise TypeError(
                 f"@single_instance(sensitive={min(hidden)!r}): the parameter names a row, and the "
                 "row's lock has the same name for every caller. Leave it out."
+            )
+        elif policy.limit is not None:
+            example = f'"{function.__name__}:{{{names.example_of(function)}}}"'
+            raise TypeError(
+                "@single_instance(limit=...): a model names the lock of a row, which has one "
+                "holder, and a permit covers no row. Leave limit= out, or write a template instead "
+                f"of the model: @single_instance({example}, limit=...)."
             )
         else:
             self._name, self.pattern = self.row.name, self.row.pattern
@@ -203,7 +212,15 @@ class Call:
         self.owner = new_owner((self.title, self.task_id))
         self.service: Service = service(self.policy.backend)
         self.ttl = self.policy.ttl or self.service.config.ttl
+        #: The limit of `single_instance`, as it is now.
+        limit = self.policy.limit
+        self.permits = None if limit is None else names.count_permits(self.name, limit)
         self.lease: Lease | None = None
+
+    def claim(self) -> Claim:
+        """Return the claim of the call's lock, or of one of its permits."""
+        claim = new_claim(self.name, self.ttl, self.policy.fenced, owner=self.owner)
+        return claim._replace(permits=self.permits)
 
     def facts(self, reason: str | None = None) -> dict[str, Any]:
         """Return the ``extra`` of a log record about this call."""

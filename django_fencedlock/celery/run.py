@@ -15,8 +15,8 @@ from celery.exceptions import Ignore, Reject, Retry
 from .. import logs, signals
 from ..backends.interface import Wait
 from ..core import runtime
-from ..core.grants import new_claim
 from ..core.identity import current_holder, running_task
+from ..core.permits import held_as
 from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
 from ..lease import Lease, require_finished
@@ -164,7 +164,7 @@ class Run(Call):
 
     def _refuse_own_lock(self) -> LockNotAcquired | None:
         """Return the error of a call that would wait for the code that made it."""
-        held = self.service.lease_of(self.name, self._who)
+        held = self.service.lease_of(held_as(self.claim()), self._who)
         if held is None or not self.service.backend.excludes:
             return None
         if self.is_called_directly and not self._is_nested():
@@ -174,7 +174,7 @@ class Run(Call):
             "continue before this call returns. Call it after the lock was released.",
             name=self.name,
             alias=self.policy.backend,
-            holder=self.service.holder(self.name),
+            holder=held.holder,
         )
 
     def _is_nested(self) -> bool:
@@ -188,7 +188,7 @@ class Run(Call):
         started, patience = clock(), 0.0
         if self.policy.on_conflict == "wait":
             patience = self.policy.patience(self.service.config)
-        claim = new_claim(self.name, self.ttl, self.policy.fenced, owner=self.owner)
+        claim = self.claim()
         self._time_limit.wait = wait = Wait(
             patience, partial(duplicates.postpone_until_publisher_ends, self)
         )
@@ -204,9 +204,7 @@ class Run(Call):
             of_another_process=not self.is_called_directly,
         )
         if self.lease is None:
-            return self.service.grants.refusal(
-                self.name, clock() - started, claim.fenced, wait.held
-            )
+            return self.service.refusal(claim, clock() - started, wait.held)
         self._ends_normally = True
         if self.request is not None:
             # A message that the task publishes from now on may have to wait for this lock.

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
@@ -152,6 +152,23 @@ class Grants:
         # A session sees nothing of a test's own transaction: the grants are recorded here.
         return [claim._replace(fenced=False) for claim in claims], False
 
+    def acquire_any(self, claims: Sequence[Claim], wait: Wait) -> tuple[Grant, float] | Held:
+        """As `acquire()`, for any one of several locks, on a backend that `supports_any`."""
+        try:
+            while True:
+                answer = self.backend.acquire_any(claims, wait)
+                if isinstance(answer, Held):
+                    return answer
+                if found := self.confirm(*answer):
+                    return found
+                if not wait.left:
+                    return Held()
+        except BackendUnavailable as exc:
+            for claim in claims:
+                self._keeper.doubt(grant_of(claim))
+            raise_if_tables_missing(exc, self.backend.config.fence_database)
+            raise
+
     def _note_refusal(
         self,
         claim: Claim,
@@ -198,7 +215,7 @@ class Grants:
         # Once more before the caller's code runs: this process may have been paused.
         if confirmed and self._clock() < since + grant.ttl:
             # An earlier try of this owner must not be released now.
-            self._keeper.doubts.pop(claim.owner, None)
+            self._keeper.doubts.pop((claim.owner, claim.name), None)
             return confirmed, since
         try:
             # Its failure ends the acquire: the doubt would release what a later try got.
@@ -394,13 +411,17 @@ class Grants:
 
     def holders(self, name: str) -> list[Holder]:
         """Ask the service who has lock `name` now: its holder, or all its readers."""
+        held = self.look_up([name]).get(name)
+        found = () if held is None else (held, *held.others)
+        return [holder_of(each, self.backend.config.alias) for each in found]
+
+    def look_up(self, names: Sequence[str]) -> Mapping[str, Held]:
+        """Ask the service who has these locks now."""
         try:
-            held = self.backend.holders([name]).get(name)
+            return self.backend.holders(names)
         except BackendUnavailable as exc:
             raise_if_tables_missing(exc, self.backend.config.fence_database)
             raise
-        found = () if held is None else (held, *held.others)
-        return [holder_of(each, self.backend.config.alias) for each in found]
 
     def _drop_row(self, name: str, owner: str, label: str, holder: Holder) -> None:
         """Delete another alias's row of a name that its service says is free, or raise."""

@@ -34,6 +34,7 @@ from .events import Kind, emit, subscribe
 from .grants import Grants, holder_of
 from .identity import LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
+from .permits import Permits, held_as
 from .runtime import clock
 from .set_grants import SetAcquire
 
@@ -57,6 +58,7 @@ class Service(Endings):
             self.backend, self.report_losses, clock, None if self.backend.records_grants else fences
         )
         self.grants = Grants(self.backend, fences, self.keeper, clock, is_free)
+        self.permits = Permits(self.grants)
         self.holder, self.holders = self.grants.holder, self.grants.holders
         _living.add(runtime.forks.register(self))
 
@@ -88,18 +90,20 @@ class Service(Endings):
         if lease := self.enter_again(claim, who):
             return lease
         try:
-            answer = self.grants.acquire(claim, wait, who, of_another_process)
+            found = self.permits if claim.permits else self.grants
+            answer = found.acquire(claim, wait, who, of_another_process)
             if not isinstance(answer, Held):
                 lease = self.hold(*answer, who, pattern, max_hold)
         except FencedLockError:
             raise
         except BaseException:
             # No thread renews it, or an exception from outside keeps it from the caller.
-            if lease := self.lease_of(claim.name, who):
+            if lease := self.lease_of(held_as(claim), who):
                 lease.released = True
                 self._forget(lease)
                 self.keeper.forget(lease)
-            self.grants.drop(grant_of(claim) if lease is None else lease.grant)
+            for grant in [lease.grant] if lease else map(grant_of, wait.asked or [claim]):
+                self.grants.drop(grant)
             raise
         waited = self._clock() - wait.since
         if lease is not None:
@@ -169,7 +173,7 @@ class Service(Endings):
             lent=test_has_ended(connections[self.config.fence_database]),
             clock=self._clock,
         )
-        who.leases[self, lease.name] = lease
+        who.leases[self, held_as(grant)] = lease
         self.keeper.keep(lease)
         return lease
 
@@ -178,11 +182,20 @@ class Service(Endings):
         emit(Kind.REFUSED, self.backend, name, pattern=pattern, waited=waited, holder=holder)
 
     def _forget(self, lease: Lease) -> None:
-        if (who := lease.who) is not None and who.leases.get((self, lease.name)) is lease:
-            del who.leases[self, lease.name]
+        key = self, held_as(lease.grant)
+        if (who := lease.who) is not None and who.leases.get(key) is lease:
+            del who.leases[key]
+        if lease.grant.permits:
+            self.permits.note_free(lease.grant)
+
+    def refusal(self, claim: Claim, waited: float, held: Held | None) -> LockNotAcquired:
+        """Return the error that says who has the lock, or its permits."""
+        if claim.permits:
+            return self.permits.refusal(claim, waited)
+        return self.grants.refusal(claim.name, waited, claim.fenced, held, claim.shared)
 
     def lease_of(self, name: str, who: LocalHolder) -> Lease | None:
-        """The lease of lock `name` that `who` has in this process."""
+        """The lease of lock `name` that `who` has in this process; of any permit: `held_as()`."""
         lease = who.leases.get((self, name))
         if lease is not None and not lease.is_open():
             # Left behind by a test, with whose transaction it ended, or by the parent process.
@@ -192,7 +205,7 @@ class Service(Endings):
 
     def enter_again(self, claim: Claim, who: LocalHolder) -> Lease | None:
         """Return the lease that `who` has already, entered once more; else None."""
-        lease = self.lease_of(claim.name, who)
+        lease = self.lease_of(held_as(claim), who)
         if lease is None or lease.is_ending:
             return None
         if lease.lost:
@@ -227,7 +240,7 @@ class Service(Endings):
         self, claims: Sequence[Claim], who: LocalHolder, wait: Wait | None = None
     ) -> None:
         for claim in claims:
-            lease = self.lease_of(claim.name, who)
+            lease = self.lease_of(held_as(claim), who)
             if lease is None or lease.entered_by is None:
                 continue
             if lease.entered_by is claim or lease.entered_by is wait:

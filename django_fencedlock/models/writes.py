@@ -14,6 +14,7 @@ from django.db.models import Case, F, Q, Value, When
 from .. import logs, signals
 from ..core.identity import Holder, current_holder
 from ..core.manager import services
+from ..core.names import read_permit
 from ..exceptions import LockRequired, StaleFence, StaleObject, VersionConflict, WrongDatabase
 from ..lease import Lease, current_lease
 from ..lease_context import held_names
@@ -73,7 +74,9 @@ class Write:
     def _find(self, given: Lease | None) -> Lease | None:
         if given is not None:
             if given.name != self.name:
-                raise self.lock_required(f"the given lease is of lock {given.name!r}")
+                raise self.lock_required(
+                    f"the given lease is of lock {given.name!r}{_about_permits([given.name])}"
+                )
             if given.released or not given.is_of_this_process():
                 raise self.lock_required("the given lease was released")
         lease = given or (current_lease(self.name) if self.name is not None else None)
@@ -105,6 +108,7 @@ class Write:
             remedy = "Set that to a value first."
         if not why and held:
             why = f"held here: {', '.join(map(repr, held[:3]))}{', ...' * (len(held) > 3)}"
+            why += _about_permits(held)
         elif not why:
             why, leases = "none is held here", self._leases()
             if any(lease.put_off and lease.who is current_holder() for lease in leases):
@@ -422,3 +426,8 @@ def _new_fence(write: Write) -> Any:
         # Tokens of different names can't be compared: 0 if it was never written under this one.
         return Value(0 if target.grant is None else target.token)
     return F("fence") if write.grant is None else Value(write.token)
+
+
+def _about_permits(held: Iterable[str]) -> str:
+    """Return what a message says of held permits: the holder of another one may write the row."""
+    return " (a permit covers no row)" if any(map(read_permit, held)) else ""

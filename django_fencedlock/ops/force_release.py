@@ -213,7 +213,7 @@ def force_release(
         ReleaseBlocked: An open transaction has the fence locked. Nothing was done.
         BackendUnavailable: The lock service, or the fence's database, doesn't answer.
     """
-    names.validate(name)
+    names.validate_any(name)
     if not by.strip():
         raise ValueError("by= has to say who releases the lock: its holder and the log name them.")
     by = escape_control(by)

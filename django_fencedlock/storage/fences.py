@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import BooleanField, Exists, Expression, OuterRef, Q, Value
+from django.db.models import BooleanField, Exists, Expression, F, OuterRef, Q, Value
 from django.db.models.functions import Greatest
 from django.db.models.sql.compiler import SQLCompiler
 
@@ -355,6 +355,13 @@ def lift(using: str, highest: Mapping[str, int]) -> None:
         # In the order of their names: two processes would wait for each other otherwise.
         for name, token in sorted(highest.items()):
             _raise_or_make(using, name, Q(token__lt=token), token + 1, token + 1)
+
+
+def raise_fence(using: str, name: str, seen: Newest) -> bool:
+    """Raise a fence if the newest grant is still the one that was read; return whether it was."""
+    with durable(using, RESYNC_PATIENCE):
+        rows = rows_of("Fence", using).filter(name=name, token=seen[0], owner=seen[1])
+        return bool(rows.update(token=F("token") + 1, owner=""))
 
 
 def pinned_by(using: str, name: str, seconds: float = BRIEFLY) -> str:

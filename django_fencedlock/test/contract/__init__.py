@@ -33,6 +33,7 @@ _PARTS = (
     "losing",
     "naming",
     "outages",
+    "permits",
     "sets",
     "sharing",
     "transactions",
@@ -49,6 +50,7 @@ from .holding import HoldingContract  # noqa: E402
 from .losing import ExpiryContract, LossContract  # noqa: E402
 from .naming import NameContract  # noqa: E402
 from .outages import DataLossContract, OutageContract  # noqa: E402
+from .permits import PermitContract  # noqa: E402
 from .sets import SetContract  # noqa: E402
 from .sharing import SharedContract  # noqa: E402
 from .transactions import TransactionContract  # noqa: E402
@@ -74,6 +76,7 @@ class LockContract(
     ForcedReleaseContract,
     TransactionContract,
     SetContract,
+    PermitContract,
 ):
     """The tests for every backend."""
 

@@ -24,8 +24,8 @@ from ..processes import TIMEOUT, wait_until
 LONG = 60.0
 
 
-def try_to_take(alias: str, name: str) -> bool:
-    lease = lock(name, ttl=LONG, backend=alias).acquire(blocking=False)
+def try_to_take(alias: str, name: str, limit: int | None = None) -> bool:
+    lease = lock(name, ttl=LONG, backend=alias, limit=limit).acquire(blocking=False)
     return lease is not None and lease.release()
 
 
@@ -58,9 +58,10 @@ def hold(
     ttl: float = LONG,
     fenced: bool = True,
     shared: bool = False,
+    limit: int | None = None,
 ) -> int:
-    found = lock(name, ttl=ttl, backend=alias, fenced=fenced, shared=shared)
-    lease = found.acquire(blocking_timeout=wait)
+    asked = lock(name, ttl=ttl, backend=alias, fenced=fenced, shared=shared, limit=limit)
+    lease = asked.acquire(blocking_timeout=wait)
     assert lease is not None, f"Lock {name!r} isn't free."
     _held[name] = lease
     return lease.token if fenced else 0
@@ -78,6 +79,12 @@ def renew(name: str) -> None:
     _held[name].renew()
 
 
+def write_fenced(name: str) -> None:
+    """Commit a transaction under the lease; it raises if a newer grant exists."""
+    with _held[name].atomic():
+        pass
+
+
 def let_go(name: str) -> bool:
     return _held.pop(name).release()
 
@@ -86,10 +93,12 @@ def wait_for_the_loss(name: str) -> None:
     wait_until(lambda: _held[name].lost, f"the lease of {name!r} to be lost")
 
 
-def take_turns(alias: str, name: str, times: int, log: str) -> None:
+def take_turns(alias: str, name: str, times: int, log: str, limit: int | None = None) -> None:
     for _ in range(times):
-        with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT) as lease:
+        with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT, limit=limit) as lease:
             _note(log, f"in {lease.token}")
+            if limit:
+                time.sleep(random.uniform(0, 0.01))
             _note(log, f"out {lease.token}")
 
 
