@@ -283,7 +283,8 @@ class BackendInterface:
         # A claim that is sent twice gets the same grants.
         again = backend.acquire_all(claims)
         assert [each.token for each in again] == [each.token for each in granted]
-        assert backend.release_all([*grants, grants[0]]) == [True, True, True, False]
+        last = [grant(*each) for each in zip(claims, again, strict=True)]
+        assert backend.release_all([*last, last[0]]) == [True, True, True, False]
         assert other.holders([each.name for each in claims]) == {}
 
     def test_a_failed_release_leaves_no_other_lock(self, backend, other, name, monkeypatch):
