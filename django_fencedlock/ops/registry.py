@@ -129,6 +129,8 @@ def entries(
     for row in rows:
         columns = {each.name for each in fields(ListedLock)} & vars(row).keys()
         held = holders.get(row.alias, {}).get(row.name)
+        if held is not None:
+            held = next((each for each in held.others if each.owner == row.owner), held)
         remaining = (row.expires_at - now).total_seconds()
         state = _state(row, held, remaining) if row.alias in holders else State.UNKNOWN
         found.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +32,13 @@ Claimed = Claim | Grant
 
 # The tables of models, which can't be imported here: Django may not have loaded its apps yet.
 FENCE, HELD = "django_fencedlock_fence", "django_fencedlock_heldlock"
+
+
+def new_id() -> int:
+    """Return the key of a new row, at random."""
+    # MariaDB's AUTO_INCREMENT locks the table until the end of an INSERT ... SELECT, which may wait
+    # for a row.
+    return random.getrandbits(63)
 
 
 # Each lock makes one, and a frozen one takes five times as long to make.
@@ -62,15 +70,18 @@ class Entry:
 
     def values(self) -> dict[str, Any]:
         """The values of `COLUMNS`, by column."""
-        lock = (self.name, self.slot, self.alias, self.backend, self.fenced)
+        lock = (new_id(), self.name, self.slot, self.alias, self.backend, self.fenced)
         session = (self.session_pid, self.session_started, self.session_key)
         return dict(zip(COLUMNS, (*lock, *self.owner, *session, self.permits), strict=True))
 
 
 _LOCK = ("name", "alias", "backend", "fenced", "owner", *Owner._fields[1:])
-KEY = ("name", "slot")
+#: What an update of a row leaves as it is.
+KEY = ("id", "name", "slot")
 COLUMNS = (*KEY, *_LOCK[1:], "session_pid", "session_started", "session_key", "permits")
 TIME_COLUMNS = ("acquired_at", "renewed_at", "expires_at")
+#: The columns that an update of a row sets.
+UPDATED = (*COLUMNS[len(KEY) :], *TIME_COLUMNS)
 CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
 VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
 INTO_HELD = f"{HELD} ({', '.join((*COLUMNS, *TIME_COLUMNS))})"
@@ -270,7 +281,8 @@ class Ledger:
                     f"h.slot, f.token, h.acquired_at, h.expires_at, {self.clock} FROM {HELD} h "
                     f"LEFT JOIN {FENCE} f ON f.name = h.name "
                     f"AND f.owner = CASE WHEN h.slot = '' THEN h.owner ELSE '{SHARED}' END "
-                    f"WHERE h.name IN ({inside}) AND h.owner <> '{SHARED}' ORDER BY h.id",
+                    f"WHERE h.name IN ({inside}) AND h.owner <> '{SHARED}' "
+                    "ORDER BY h.acquired_at, h.owner",
                     {**given, **self.times()},
                 )
                 for name, *lock, slot, token, acquired, expires, now in cursor.fetchall():
@@ -424,7 +436,7 @@ class Ledger:
         return f"{self.insert_or_ignore} INTO {INTO_HELD} {self.if_absent.format(values)}"
 
     def _overwrite(self, cursor: Any, given: dict[str, Any], condition: str = "") -> bool:
-        columns = ", ".join(f"{column} = %({column})s" for column in COLUMNS[2:])
+        columns = ", ".join(f"{column} = %({column})s" for column in COLUMNS[len(KEY) :])
         cursor.execute(
             f"UPDATE {HELD} SET {columns}, acquired_at = {self.clock}, renewed_at = {self.clock}, "
             f"expires_at = {self.expiry} WHERE name = %(name)s AND slot = %(slot)s{condition}",

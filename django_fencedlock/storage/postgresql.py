@@ -17,12 +17,14 @@ from .dialect import (
     COLUMNS,
     FENCE,
     HELD,
+    KEY,
     LOCK_WAIT,
     TIME_COLUMNS,
     Claimed,
     Entry,
     Newest,
     find_pin,
+    new_id,
     seen_values,
 )
 from .readers import FOREVER, NOTED, SharedLedger
@@ -39,6 +41,7 @@ LAZY_LIMITS = LIMITS.replace("'on'", "'off'")
 
 # Where statements are prepared, the server has to know the types of their parameters.
 TYPES = {
+    "id": "bigint",
     "fenced": "boolean",
     "pid": "bigint",
     "pid_started": "bigint",
@@ -51,7 +54,9 @@ TYPES = {
 }
 VALUES = ", ".join(f"%({column})s::{TYPES.get(column, 'text')}" for column in COLUMNS)
 TIMES = "c.now, c.now, c.now + %(ttl)s * interval '1 second'"
-SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in (*COLUMNS[2:], *TIME_COLUMNS))
+SET_ALL = ", ".join(
+    f"{column} = EXCLUDED.{column}" for column in (*COLUMNS[len(KEY) :], *TIME_COLUMNS)
+)
 INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join((*COLUMNS, *TIME_COLUMNS))})"
 
 # A request may reach the server twice, the second time when its holder is at work already: with a
@@ -118,7 +123,7 @@ RETURNING h.name
 _ANCHOR = {
     column: f"%({column})s::{TYPES.get(column, 'text')}"
     for column in ("name", "alias", "backend", "fenced")
-} | {"owner": f"'{SHARED}'"}
+} | {"id": "%(anchor)s::bigint", "owner": f"'{SHARED}'"}
 _EMPTY = {"pid": "0", "pid_started": "0", "permits": "NULL::integer"}
 _EMPTY |= {each: f"NULL::{TYPES[each]}" for each in COLUMNS if each.startswith("session_")}
 _ANCHOR_VALUES = ", ".join(_ANCHOR.get(each, _EMPTY.get(each, "''")) for each in COLUMNS)
@@ -199,8 +204,8 @@ LEAVE = _SETTLE.format(
 # A set is an array for each column that differs, in the order of the names. Rows are locked in that
 # order, those of the registry before the fences: two sets don't wait for each other.
 _SET = """e AS MATERIALIZED (
-    SELECT e.* FROM s, unnest(%(names)s::text[], %(owners)s::text[], %(permits)s::int[], {})
-    WITH ORDINALITY AS e(name, owner, permits, {}, place))"""
+    SELECT e.* FROM s, unnest(%(ids)s::bigint[], %(names)s::text[], %(owners)s::text[],
+        %(permits)s::int[], {}) WITH ORDINALITY AS e(id, name, owner, permits, {}, place))"""
 _SET_VALUES = ", ".join(
     f"e.{column}" if column in OF_EACH else f"%({column})s::{TYPES.get(column, 'text')}"
     for column in COLUMNS
@@ -399,7 +404,7 @@ class PostgresLedger(SharedLedger):
     ) -> tuple[bool, int | None]:
         given = self.parameters(connection, entry)
         with self.cursor(connection) as cursor:
-            cursor.execute(CLAIM_SHARED, given)
+            cursor.execute(CLAIM_SHARED, {**given, "anchor": new_id()})
             if cursor.fetchone() is None:
                 return False, None
             if not entry.fenced:
@@ -464,6 +469,7 @@ class PostgresLedger(SharedLedger):
 
 def _set_arrays(entries: Sequence[Entry]) -> dict[str, list[Any]]:
     return {
+        "ids": [new_id() for _ in entries],
         "names": [entry.name for entry in entries],
         "owners": [entry.owner.id for entry in entries],
         "permits": [entry.permits for entry in entries],

@@ -12,6 +12,7 @@ from .dialect import (
     COLUMNS,
     FENCE,
     HELD,
+    KEY,
     TIME_COLUMNS,
     Claimed,
     Entry,
@@ -22,7 +23,7 @@ from .dialect import (
 
 #: The columns that differ within a set. An entry has further ones, which the whole set shares:
 #: one call has one holder.
-OF_EACH = ("name", "owner", "permits")
+OF_EACH = ("id", "name", "owner", "permits")
 #: Rows of one statement: more would exceed the number of parameters of older SQLite.
 PART = 200
 
@@ -152,7 +153,9 @@ class SetLedger(Ledger):
             columns = (*COLUMNS, *TIME_COLUMNS)
             sql = f"INSERT INTO {HELD} ({', '.join(columns)}) VALUES {', '.join(rows)}"
             if overwrite:
-                values_ = (f"{each} = {self.rejected.format(column=each)}" for each in columns[2:])
+                values_ = (
+                    f"{each} = {self.rejected.format(column=each)}" for each in columns[len(KEY) :]
+                )
                 sql += f" {self.on_conflict.format(key='name, slot')} {', '.join(values_)}"
             cursor.execute(sql, given)
 

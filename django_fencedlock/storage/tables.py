@@ -16,7 +16,7 @@ from django.utils.translation import gettext_lazy as _
 from ..backends.interface import SHARED
 from ..conf import MAX_ALIAS
 from ..core.names import MAX_LENGTH
-from .dialect import as_time, utc_text
+from .dialect import as_time, new_id, utc_text
 
 if not apps.is_installed("django_fencedlock"):
     raise ImproperlyConfigured(
@@ -112,7 +112,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
 class HeldLock(_Named):
     """The registry of held locks. With the database backend, a row is the lease itself."""
 
-    id = models.BigAutoField(primary_key=True)
+    id = models.BigIntegerField(primary_key=True, default=new_id)
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
     # Empty for an exclusive holder; the owner id for a reader.
     slot = ExactCharField(max_length=32)
