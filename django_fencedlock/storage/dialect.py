@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -37,8 +37,8 @@ FENCE, HELD = "django_fencedlock_fence", "django_fencedlock_heldlock"
 def new_id() -> int:
     """Return the key of a new row, at random."""
     # MariaDB's AUTO_INCREMENT locks the table until the end of an INSERT ... SELECT, which may wait
-    # for a row.
-    return random.getrandbits(63)
+    # for a row. And a program may seed `random` alike in each of its processes.
+    return int.from_bytes(os.urandom(8), "big") >> 1
 
 
 # Each lock makes one, and a frozen one takes five times as long to make.
@@ -474,7 +474,8 @@ def batches(leases: Sequence[Claimed]) -> Iterator[tuple[str, dict[str, Any]]]:
         part = leases[start : start + BATCH]
         names, given = listed("n", [lease.name for lease in part])
         owners, more = listed("o", [lease.owner for lease in part])
-        yield f"name IN ({names}) AND owner IN ({owners})", given | more
+        # The slots, because InnoDB locks the rows that an index leads to, other readers' as well.
+        yield f"name IN ({names}) AND slot IN ('', {owners}) AND owner IN ({owners})", given | more
 
 
 def seen_values(seen: Newest | None) -> dict[str, Any]:

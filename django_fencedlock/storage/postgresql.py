@@ -17,9 +17,9 @@ from .dialect import (
     COLUMNS,
     FENCE,
     HELD,
-    KEY,
     LOCK_WAIT,
     TIME_COLUMNS,
+    UPDATED,
     Claimed,
     Entry,
     Newest,
@@ -54,9 +54,7 @@ TYPES = {
 }
 VALUES = ", ".join(f"%({column})s::{TYPES.get(column, 'text')}" for column in COLUMNS)
 TIMES = "c.now, c.now, c.now + %(ttl)s * interval '1 second'"
-SET_ALL = ", ".join(
-    f"{column} = EXCLUDED.{column}" for column in (*COLUMNS[len(KEY) :], *TIME_COLUMNS)
-)
+SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in UPDATED)
 INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join((*COLUMNS, *TIME_COLUMNS))})"
 
 # A request may reach the server twice, the second time when its holder is at work already: with a

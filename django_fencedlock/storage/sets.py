@@ -12,8 +12,8 @@ from .dialect import (
     COLUMNS,
     FENCE,
     HELD,
-    KEY,
     TIME_COLUMNS,
+    UPDATED,
     Claimed,
     Entry,
     Ledger,
@@ -153,9 +153,7 @@ class SetLedger(Ledger):
             columns = (*COLUMNS, *TIME_COLUMNS)
             sql = f"INSERT INTO {HELD} ({', '.join(columns)}) VALUES {', '.join(rows)}"
             if overwrite:
-                values_ = (
-                    f"{each} = {self.rejected.format(column=each)}" for each in columns[len(KEY) :]
-                )
+                values_ = (f"{each} = {self.rejected.format(column=each)}" for each in UPDATED)
                 sql += f" {self.on_conflict.format(key='name, slot')} {', '.join(values_)}"
             cursor.execute(sql, given)
 

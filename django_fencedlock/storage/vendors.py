@@ -56,6 +56,9 @@ class MySQLLedger(SharedLedger):
     ) -> set[str]:
         return self._repeat(super().record_all, connection, grants)
 
+    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> int:
+        return len(self.clear_all(connection, leases))
+
     def clear_all(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
         return self._repeat(super().clear_all, connection, leases)
 
@@ -103,7 +106,7 @@ class MySQLLedger(SharedLedger):
             cursor.execute(
                 f"INSERT INTO {FENCE} (name, token, owner) "
                 f"SELECT h.name, LAST_INSERT_ID(1), h.owner FROM {HELD} h "
-                "WHERE h.name = %(name)s AND h.owner = %(owner)s FOR UPDATE "
+                "WHERE h.name = %(name)s AND h.slot = '' AND h.owner = %(owner)s FOR UPDATE "
                 f"ON DUPLICATE KEY UPDATE token = "
                 f"LAST_INSERT_ID({FENCE}.token + ({FENCE}.owner <> VALUES(owner))), "
                 "owner = VALUES(owner)",
