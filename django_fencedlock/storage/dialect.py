@@ -397,8 +397,9 @@ class Ledger:
         return {"now": utc_text(now), "expiry": utc_text(now + timedelta(seconds=ttl))}
 
     def parameters(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
-        given = self.values(connection, entry) | self.times(entry.ttl)
-        return given | {"fence_owner": entry.fence_owner}
+        given = self.values(connection, entry)
+        given.update(self.times(entry.ttl), fence_owner=entry.fence_owner)
+        return given
 
     def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
         """Make the proposed token the newest; False if it isn't newer, or the fence has changed."""

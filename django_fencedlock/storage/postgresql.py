@@ -80,6 +80,8 @@ INSERT INTO {FENCE} AS f (name, token, owner) SELECT h.name, 1, h.owner FROM h
 ON CONFLICT (name) DO UPDATE SET {DRAW}, owner = EXCLUDED.owner
 RETURNING f.token
 """
+# Never a reader's: two parameters less.
+CLAIM = CLAIM.replace("%(slot)s::text", "''").replace("%(fence_owner)s", "%(owner)s")
 
 ENTER = f"WITH {LIMITS} {_CLAIM_ROW}"
 
