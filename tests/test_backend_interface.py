@@ -267,6 +267,64 @@ class BackendInterface:
         backend.release(taken)
         assert isinstance(backend.acquire(claim(name), Wait()), Granted)
 
+    # Readers and writers
+
+    def test_readers_share_and_a_writer_excludes(self, backend, other, name):
+        needs_readers(backend)
+        sent = [claim(name)._replace(shared=True) for _ in range(2)]
+        first, second = take(backend, sent[0]), take(other, sent[1])
+        refused = other.acquire(claim(name), Wait())
+        assert isinstance(refused, Held)
+        assert refused.owner in (first.owner, second.owner, "")
+        held = other.holders([name])[name]
+        assert {each.owner for each in (held, *held.others)} == {first.owner, second.owner}
+        assert backend.release(first)
+        assert not backend.release(first)
+        assert other.verify(second)
+        assert other.renew([second, first]) == [Renewal.KEPT, Renewal.LOST]
+        assert isinstance(backend.acquire(claim(name), Wait()), Held)
+        other.release(second)
+        writer = take(backend, claim(name))
+        assert isinstance(other.acquire(sent[1], Wait()), Held)
+        assert backend.verify(writer)
+
+    def test_readers_have_one_token(self, backend, other, name):
+        needs_readers(backend)
+        if not backend.records_grants:
+            pytest.skip("the core reads it from the fence")
+        former = take(backend, claim(name))
+        backend.release(former)
+        readers = [take(each, claim(name)._replace(shared=True)) for each in (backend, other)]
+        assert [each.token for each in readers] == [former.token + 1] * 2
+        for each in readers:
+            backend.release(each)
+        assert take(other, claim(name)).token == former.token + 2
+
+    def test_a_waiting_writer_stops_new_readers(self, backend, other, name, waits):
+        needs_readers(backend)
+        reader = take(backend, claim(name)._replace(shared=True))
+        waiter = waits(other, claim(name), Wait(SLACK))
+        waiter.refused.wait(SLACK)
+        new = claim(name)._replace(shared=True)
+        assert isinstance(backend.acquire(new, Wait()), Held)
+        backend.release(reader)
+        assert isinstance(waiter.result(), Granted)
+        other.release(grant(waiter.sent, waiter.result()))
+        wait_until(lambda: isinstance(backend.acquire(new, Wait()), Granted), "the new reader")
+
+    def test_a_dead_reader_expires_alone(self, backend, other, name):
+        needs_readers(backend)
+        if not backend.supports_ttl:
+            pytest.skip("such locks live as long as their session")
+        alive = take(backend, claim(name)._replace(shared=True))
+        dead = take(other, claim(name, ttl=self.short)._replace(shared=True))
+        wait_until(lambda: not other.holders([name])[name].others, "the reader to expire")
+        assert backend.verify(alive)
+        assert isinstance(other.acquire(claim(name), Wait()), Held)
+        backend.release(alive)
+        wait_until(lambda: isinstance(other.acquire(claim(name), Wait()), Granted), "the writer")
+        assert other.renew([dead]) == [Renewal.LOST]
+
     # Several locks
 
     def test_all_locks_or_none(self, backend, other, name):
@@ -439,6 +497,11 @@ class Waiter:
 
 def is_waited_for(backend: Backend, name: str, count: int) -> bool:
     return backend.holders([name])[name].waiting == count
+
+
+def needs_readers(backend: Backend) -> None:
+    if not backend.supports_shared:
+        pytest.skip("it has no shared locks")
 
 
 def waits_in_the_service(backend: Backend) -> None:
