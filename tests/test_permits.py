@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+import weakref
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -23,8 +24,10 @@ from django_fencedlock import (
     lock,
 )
 from django_fencedlock.backends.interface import Grant, Granted, Held, Wait
+from django_fencedlock.core import aio
 from django_fencedlock.core import permits as permits_module
 from django_fencedlock.core.grants import new_claim
+from django_fencedlock.core.identity import LocalHolder
 from django_fencedlock.core.manager import Service, service
 from django_fencedlock.core.names import MAX_PERMITS, permit_name
 from django_fencedlock.exceptions import BackendUnavailable
@@ -272,6 +275,7 @@ class TestAcquiring:
 
         with all_held("gpu", 2):
             asyncio.run(main())
+        wait_until(lambda: aio._threads.may_wait._value == aio.WAITERS, "the thread to end")
         wait_until(lambda: not service("default").grants.holders(names("gpu", 2)), "no holder")
 
     def test_more_coroutines_than_threads_get_their_permits(self):
@@ -632,6 +636,21 @@ class TestServiceThatFindsAPermit:
         with pytest.raises(BackendUnavailable):
             self.acquire(control, 3)
         assert {name for _, name in control.keeper.doubts} == {*names("gpu", 3)}
+
+
+def test_a_wait_does_not_keep_the_holder_alive(on, monkeypatch):
+    control = on("sqlite")
+    monkeypatch.setattr(random, "randint", lambda low, high: 1)
+    first, wait, who = new_claim("gpu", 30)._replace(permits=1), Wait(), LocalHolder()
+    held = control.permits.acquire(first, Wait())
+    alive = weakref.ref(who)
+    second = new_claim("gpu", 30)._replace(permits=2)
+    answer = control.permits.acquire(second, wait, who)
+    del who
+    # A call of asyncio.to_thread() has ended when nothing refers to its holder.
+    assert alive() is None
+    for grant, _ in (held, answer):
+        control.grants.release(grant)
 
 
 def test_one_owners_doubts_of_two_permits_are_both_released(on):

@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from django.db import connections
 
@@ -109,8 +110,8 @@ class _Search:
         self._more = who, of_another_process
         self._tell = wait.refused
         self.limit = claim.permits or 1
-        #: The wait in one permit's queue.
-        self._turn = Wait()
+        #: The wait at one permit.
+        self._turn = [Wait()]
         #: The holders by the last look, by the permit's name.
         self._held: dict[str, Held] = {}
 
@@ -118,10 +119,10 @@ class _Search:
         """Try one permit, or wait in its queue for some seconds."""
         wait, one = self._wait, self._claim._replace(name=name)
         # Also without a queue, it isn't a try that gives up early: the caller may wait.
-        self._turn = turn = Wait(wait.seconds, since=-math.inf, required=wait.required)
+        self._turn[0] = turn = Wait(wait.seconds, since=-math.inf, required=wait.required)
         if seconds:
             # First it can be cancelled, then it is as long as the caller's.
-            self._turn = turn = Wait(cancelled_by=wait.cancelled_by, required=wait.required)
+            self._turn[0] = turn = Wait(cancelled_by=wait.cancelled_by, required=wait.required)
             turn.seconds = min(seconds, wait.left)
         # What an exception from outside releases.
         wait.asked = (one,)
@@ -134,7 +135,8 @@ class _Search:
         if home.in_atomic_block and is_of_test(home):
             # Only this very thread could release a permit.
             wait.seconds = 0.0
-        wait.on_cancel(lambda: self._turn.cancel())
+        # The wait outlives this, and nothing may refer to the holder then.
+        wait.on_cancel(partial(_cancel, self._turn))
         names, pause = names_of(self._claim), FIRST_PAUSE
         if grants.backend.supports_any:
             return self._run_any(names)
@@ -151,6 +153,8 @@ class _Search:
             if not grants.backend.supports_waiting:
                 time.sleep(min(wait.left, pause * random.uniform(0.5, 1.5)))
                 pause = min(LONGEST_PAUSE, pause * 1.5)
+                if wait.cancelled:
+                    return wait.held or Held()
             elif not isinstance(answer := self.ask(next(queues), TURN), Held):
                 return answer
 
@@ -192,6 +196,11 @@ class _Search:
             )
         for held in found:
             self._tell(held)
+
+
+def _cancel(turns: list[Wait]) -> None:
+    for turn in turns:
+        turn.cancel()
 
 
 def names_of(claim: Claim) -> list[str]:
