@@ -276,7 +276,7 @@ class TestAcquiring:
         with all_held("gpu", 2):
             asyncio.run(main())
         wait_until(lambda: aio._threads.may_wait._value == aio.WAITERS, "the thread to end")
-        wait_until(lambda: not service("default").grants.holders(names("gpu", 2)), "no holder")
+        wait_until(lambda: not service("default").grants.look_up(names("gpu", 2)), "no holder")
 
     def test_more_coroutines_than_threads_get_their_permits(self):
         inside = []
@@ -340,7 +340,7 @@ class TestAcquiring:
             patch.setattr(type(backend), "acquire", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 lock("gpu", limit=3).acquire()
-        assert not service("default").grants.holders(names("gpu", 3))
+        assert not service("default").grants.look_up(names("gpu", 3))
 
     def test_a_fenced_row_needs_the_lock_and_no_permit(self):
         using = service("default").config.fence_database

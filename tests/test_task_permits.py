@@ -191,7 +191,7 @@ class TestRedelivery:
             assert deliver_directly(late, 1, **told, redelivered=True).state == "IGNORED"
         assert len(sent) == 1
         assert ran == []
-        assert not service("default").grants.holders(["x [permit 1]", "x [permit 2]"])
+        assert not service("default").grants.look_up(["x [permit 1]", "x [permit 2]"])
 
     def test_a_second_delivery_comes_later_if_all_permits_are_held(self, told):
         with running(told), permits_held("x", 2, held=1), sending() as sent:
