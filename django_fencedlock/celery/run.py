@@ -17,7 +17,6 @@ from ..backends.interface import Wait
 from ..core import runtime
 from ..core.identity import current_holder, running_task
 from ..core.permits import held_as
-from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
 from ..lease import Lease, require_finished
 from ..lease_context import enter, leave
@@ -185,7 +184,7 @@ class Run(Call):
         )
 
     def _try_to_acquire(self) -> LockNotAcquired | None:
-        started, patience = clock(), 0.0
+        patience = 0.0
         if self.policy.on_conflict == "wait":
             patience = self.policy.patience(self.service.config)
         claim = self.claim()
@@ -204,7 +203,7 @@ class Run(Call):
             of_another_process=not self.is_called_directly,
         )
         if self.lease is None:
-            return self.service.refusal(claim, clock() - started, wait.held)
+            return self.service.refusal(claim, wait)
         self._ends_normally = True
         if self.request is not None:
             # A message that the task publishes from now on may have to wait for this lock.

@@ -54,6 +54,7 @@ from .identity import (
     new_owner,
 )
 from .keeper import BEATS, Keeper
+from .names import is_path, read_path
 
 logger = logging.getLogger(__name__)
 
@@ -136,12 +137,9 @@ class Grants:
     ) -> tuple[list[Claim], bool]:
         """Return claims as they are sent, and whether the service records their grants."""
         backend = self.backend
-        if not backend.supports_shared and (shared := [each for each in claims if each.shared]):
-            raise SettingsError(
-                f"Lock {shared[0].name!r} can't be shared: alias {backend.config.alias!r} "
-                f"({backend.label}) has exclusive locks alone. Remove shared=True, or name an "
-                f"alias with one of these backends: {', '.join(_sharing())}.",
-            )
+        for each in claims if not backend.supports_shared else ():
+            if each.shared or is_path(each.name):
+                raise _no_readers(each, backend)
         home = connections[backend.config.fence_database]
         if not (home.in_atomic_block and is_of_test(home)):
             return claims, backend.records_grants
@@ -455,6 +453,17 @@ def new_claim(
     """Return a claim of the code that runs here, or of an owner that was made before."""
     owner = owner or new_owner()
     return Claim(name, owner.id, ttl, owner.identity, fenced, shared)
+
+
+def _no_readers(claim: Claim, backend: Backend) -> SettingsError:
+    what, argument = f"Lock {claim.name!r} can't be shared", "shared=True"
+    if is_path(claim.name):
+        what, argument = f"Path {read_path(claim.name)!r} can't be locked", "path=True"
+    return SettingsError(
+        f"{what}: alias {backend.config.alias!r} ({backend.label}) has exclusive locks alone. "
+        f"Remove {argument}, or name an alias with one of these backends: "
+        f"{', '.join(_sharing())}."
+    )
 
 
 def _sharing() -> list[str]:
