@@ -38,7 +38,7 @@ _PLAIN = (str, int, float, Decimal, UUID, date, datetime, time, timedelta, Enum,
 
 
 def validate(name: object) -> str:
-    """Return `name` if it may name a lock: every database can store it, and no other kind has it."""
+    """Return `name` if it may name a lock: databases can store it, and no other kind has it."""
     name = validate_any(name)
     if is_path(name):
         raise ValueError(
