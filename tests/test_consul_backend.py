@@ -11,6 +11,7 @@ import pytest
 from django.test import override_settings
 
 from django_fencedlock import conf, lock
+from django_fencedlock.backends import queued
 from django_fencedlock.backends.consul import NODE, PORT, WATCHES, ConsulBackend
 from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
 from django_fencedlock.conf import AliasConfig
@@ -153,16 +154,16 @@ class TestEntries:
         assert inner.verify(held[0])
 
     @pytest.mark.parametrize("part", ["x" * 200, "\N{SNOWMAN}" * 200, "a\0b\n/../c%2F?x#y"])
-    def test_a_waiter_of_any_name_is_woken(self, backend, other, name, part):
-        sent = claim(f"{part}{name}"[-200:])
+    def test_a_waiter_of_any_name_is_woken(self, backend, other, name, part, monkeypatch):
+        # Otherwise it would look for itself, in time.
+        monkeypatch.setattr(queued, "WATCH", 10 * SLACK)
+        sent = claim(f"{part}{name}"[-200:], ttl=30 * SLACK)
         taken = take(backend, sent)
-        waiting = beside(other.acquire, claim(sent.name), Wait(SLACK))
+        waiting = beside(other.acquire, claim(sent.name, ttl=sent.ttl), Wait(10 * SLACK))
         _wait_for_waiters(backend, sent.name, 1)
         time.sleep(0.1)
-        released = time.monotonic()
         backend.release(taken)
         assert isinstance(waiting.result(SLACK), Granted)
-        assert time.monotonic() - released < 1
 
     def test_a_lock_that_was_unlocked_by_hand_is_not_taken_back(
         self, shared_consul, backend, other, name
@@ -190,7 +191,7 @@ class TestEntries:
         backend.end(taken.handle.session.id)
         ended = time.monotonic()
         assert isinstance(waiting.result(SLACK), Granted)
-        assert time.monotonic() - ended < 2
+        assert time.monotonic() - ended < SLACK
         assert backend.renew([taken]) == [Renewal.LOST]
         assert not backend.release(taken)
 
@@ -273,7 +274,7 @@ class TestNetwork:
     def test_a_claim_whose_answer_was_lost_keeps_its_place(
         self, shared_consul, proxy, connect, name
     ):
-        backend = connect(_url(proxy), shared_consul.url, TIMEOUT=1)
+        backend = connect(_url(proxy), shared_consul.url, TIMEOUT=5)
         backend.release(take(backend, claim(name)))
         backend._nodes._nodes.rotate(_place_of(backend, proxy))
         proxy.drop_replies()
@@ -286,7 +287,7 @@ class TestNetwork:
     def test_a_late_copy_of_a_claim_is_released_at_the_next_beat(
         self, shared_consul, proxy, connect, name
     ):
-        backend = connect(_url(proxy), shared_consul.url, TIMEOUT=1)
+        backend = connect(_url(proxy), shared_consul.url, TIMEOUT=5)
         kept = take(backend, claim(f"{name}:other"))
         # The proxy has the request, and the other address gets it again.
         backend._nodes._nodes.rotate(_place_of(backend, proxy))
@@ -301,7 +302,7 @@ class TestNetwork:
         assert backend.holders([name]) == {}
 
     def test_slow_answers_change_nothing(self, proxy, connect, name):
-        backend = connect(_url(proxy), TIMEOUT=2)
+        backend = connect(_url(proxy), TIMEOUT=SLACK)
         proxy.delay(to_server=0.1, to_client=0.1)
         taken = take(backend, claim(name))
         assert backend.renew([taken]) == [Renewal.KEPT]
@@ -332,8 +333,9 @@ class TestNetwork:
         backend.release(taken)
 
     def test_silence_is_reported_in_time(self, proxy, connect, name):
-        backend = connect(_url(proxy), TIMEOUT=0.5)
+        backend = connect(_url(proxy), TIMEOUT=SLACK)
         taken = take(backend, claim(name))
+        backend._nodes.timeout = 0.5
         proxy.black_hole()
         for act in (
             lambda: backend.acquire(claim(name), Wait()),
@@ -369,7 +371,7 @@ class TestAnswers:
         return make_consul(session_ttl_min="10s", token=TOKEN)
 
     def test_a_server_whose_sessions_are_longer(self, strict, connect, name):
-        backend = connect(strict.url, ttl=5, TOKEN=TOKEN, TIMEOUT=0.5)
+        backend = connect(strict.url, ttl=5, TOKEN=TOKEN, TIMEOUT=2)
         found = list(backend.check())
         assert [each.id for each in found] == ["", "E053"]
         assert "must be between [10s=24h" in found[1].message
@@ -383,7 +385,7 @@ class TestAnswers:
         assert taken.handle.session.ttl == 10
 
     def test_a_wrong_token(self, strict, connect, name):
-        backend = connect(strict.url, TOKEN=NO_TOKEN)
+        backend = connect(strict.url, TOKEN=NO_TOKEN, TIMEOUT=2 * SLACK)
         began = time.monotonic()
         with pytest.raises(BackendUnavailable) as caught:
             backend.acquire(claim(name), Wait())
@@ -433,11 +435,11 @@ class TestAnswers:
         ):
             began = time.monotonic()
             with pytest.raises(BackendUnavailable, match=text):
-                connect(url, TIMEOUT=0.5, **options).acquire(claim(name), Wait())
-            assert time.monotonic() - began < 0.5 + SLACK / 2
+                connect(url, TIMEOUT=2, **options).acquire(claim(name), Wait())
+            assert time.monotonic() - began < 2 + SLACK / 2
 
     def test_https_to_a_server_without_tls(self, shared_consul, connect, name):
-        backend = connect(shared_consul.url.replace("http", "https"), TIMEOUT=0.5)
+        backend = connect(shared_consul.url.replace("http", "https"), TIMEOUT=2)
         with pytest.raises(BackendUnavailable, match="If it has no TLS, write http://"):
             backend.acquire(claim(name), Wait())
 
@@ -514,7 +516,7 @@ class TestProcesses:
         with crowd.borrow() as process:
             token = process.call(acts.hold, "default", name, 0.0, 2.0)
             process.pause()
-            with lock(name, ttl=2, blocking_timeout=4 + SLACK) as lease:
+            with lock(name, blocking_timeout=4 + SLACK) as lease:
                 assert lease.token > token
                 process.resume()
                 process.call(acts.wait_for_the_loss, name)
@@ -558,14 +560,14 @@ class TestProcesses:
             from django_fencedlock import lock
 
             def wait():
-                with lock("x", ttl=2, blocking_timeout=30) as lease:
+                with lock("x", ttl=4, blocking_timeout=60) as lease:
                     served.append(lease.token)
 
             served = []
-            with lock("x", ttl=2) as lease:
+            with lock("x", ttl=4) as lease:
                 waiters = [gevent.spawn(wait) for _ in range(3)]
                 gevent.sleep(0.5)
-                end = time.monotonic() + 4
+                end = time.monotonic() + 9
                 while time.monotonic() < end:
                     pass  # the hub never gets a turn
                 lease.check()

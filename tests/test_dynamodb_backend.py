@@ -358,7 +358,7 @@ def test_an_expired_lock_is_taken_after_the_margin(backend, other):
     while clock() < until:
         # Each answer tells the time more closely, once its second has changed.
         backend.holders(["x"]), other.holders(["x"])
-    taken, began = take(backend, claim("x", ttl=0.5)), clock()
+    began, taken = clock(), take(backend, claim("x", ttl=0.5))
     wait_until(lambda: isinstance(other.acquire(claim("x"), Wait()), Granted), "the lock")
     assert 0.5 + MARGIN <= clock() - began < 0.5 + MARGIN + SLACK
     assert backend.renew([taken]) == [Renewal.LOST]
@@ -458,7 +458,7 @@ def test_an_unreachable_endpoint_is_reported_in_time(timeout):
         for act in acts(backend):
             message, took = error_of(act)
             assert "Could not connect to the endpoint URL" in message
-            assert took < timeout + SLACK / 10
+            assert took < timeout + SLACK / 2
 
 
 @pytest.mark.slow
@@ -469,7 +469,7 @@ def test_a_service_that_never_answers_is_reported_in_time(timeout):
         for act in acts(DynamoDBBackend(config_of(url, TIMEOUT=timeout))):
             message, took = error_of(act)
             assert "Read timeout" in message
-            assert took < timeout + SLACK / 10
+            assert took < timeout + SLACK / 2
 
 
 def test_a_server_of_another_kind_is_reported(closing):
@@ -503,7 +503,7 @@ def test_each_refusal_says_what_to_do(closing, code, remedy):
     backend = DynamoDBBackend(config_of(server.url, TIMEOUT=2))
     message, took = error_of(partial(backend.acquire, claim("x"), Wait()))
     assert f"{code}: No. {remedy}" in message
-    assert took < 2 + SLACK / 10
+    assert took < 2 + SLACK / 2
 
 
 class Canned(ThreadingHTTPServer):
@@ -580,15 +580,15 @@ def test_what_a_busy_service_left_out_is_looked_up_again(backend, monkeypatch):
 @pytest.fixture
 def proxied(make_proxy, shared_dynamodb, config, closing):
     proxy = make_proxy(shared_dynamodb.host, shared_dynamodb.port)
-    options = {**config.options, "ENDPOINT": f"http://127.0.0.1:{proxy.port}", "TIMEOUT": 3}
+    options = {**config.options, "ENDPOINT": f"http://127.0.0.1:{proxy.port}", "TIMEOUT": 10}
     return proxy, closing(DynamoDBBackend(replace(config, options=options)))
 
 
 def lose_first_reply(proxy):
-    """Drop the next answer. The second try, after half a second, gets one."""
+    """Drop the next answer. The second try, after 2.25 s, gets one."""
 
     def heal():
-        time.sleep(0.3)
+        time.sleep(1)
         proxy.pass_through()
 
     proxy.drop_replies()
@@ -636,7 +636,7 @@ def test_renewals_whose_answers_are_lost_are_repeated(proxied):
 def test_a_slow_network_makes_leases_shorter_and_locks_later(proxied, other):
     proxy, backend = proxied
     proxy.delay(to_server=0.15, to_client=0.15)
-    taken, began = take(backend, claim("x", ttl=2)), clock()
+    began, taken = clock(), take(backend, claim("x", ttl=2))
     wait_until(lambda: isinstance(other.acquire(claim("x"), Wait()), Granted), "the lock")
     assert clock() - began > 2
     assert not backend.verify(taken)

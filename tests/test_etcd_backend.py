@@ -37,7 +37,7 @@ def config_of(*urls, prefix=None, **options):
         blocking_timeout=10.0,
         key_prefix=prefix or f"{uuid.uuid4().hex}/",
         fence_database="default",
-        options={"TIMEOUT": 2, **options},
+        options={"TIMEOUT": 5, **options},
     )
 
 
@@ -261,20 +261,18 @@ class TestTLS:
         assert "CommonName" in refusal(named)
 
     def test_no_client_certificate(self, server, authority, make):
-        assert (
-            "TLS" in refusal(make(server.url, CA=str(authority.certificate), TIMEOUT=0.5)).upper()
-        )
+        assert "TLS" in refusal(make(server.url, CA=str(authority.certificate), TIMEOUT=2)).upper()
 
     def test_another_authority(self, server, authority, make):
-        other = {**self.files(authority), "CA": str(Authority().certificate), "TIMEOUT": 0.5}
+        other = {**self.files(authority), "CA": str(Authority().certificate), "TIMEOUT": 2}
         assert "certificate verify failed" in refusal(make(server.url, **other))
 
     def test_a_url_without_tls(self, server, make):
-        assert "https://" in refusal(make(server.url.replace("https:", "http:"), TIMEOUT=0.5))
+        assert "https://" in refusal(make(server.url.replace("https:", "http:"), TIMEOUT=2))
 
 
 def test_a_url_with_tls_for_a_server_without(shared_etcd, make):
-    message = refusal(make(shared_etcd.url.replace("http:", "https:"), TIMEOUT=0.5))
+    message = refusal(make(shared_etcd.url.replace("http:", "https:"), TIMEOUT=2))
     assert "http://" in message
 
 
@@ -338,7 +336,7 @@ def test_one_of_several_nodes_is_away(make_etcd_cluster, make):
     nodes = make_etcd_cluster()
     nodes.sort(key=lambda node: node.is_leader())
     # The first one is asked first; without the leader, nothing works until the next election.
-    backend = make(*(node.url for node in nodes), TIMEOUT=4)
+    backend = make(*(node.url for node in nodes), TIMEOUT=8)
     assert works(backend)
     nodes[0].pause()
     try:

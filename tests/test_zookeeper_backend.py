@@ -331,12 +331,12 @@ def test_a_child_process_ends_nothing_of_its_parent(shared_zookeeper):
         from django_fencedlock.backends.interface import Held, Wait
         from django_fencedlock.backends.zookeeper import ZooKeeperBackend
         backend = ZooKeeperBackend(config_of(sys.argv[1], prefix="fork"))
-        taken = take(backend, claim("parent", ttl=4))
+        taken = take(backend, claim("parent", ttl=9))
         child = os.fork()
         if not child:
             backend.after_fork()
-            own = take(backend, claim("child", ttl=4))
-            assert isinstance(backend.acquire(claim("parent", ttl=4), Wait()), Held)
+            own = take(backend, claim("child", ttl=9))
+            assert isinstance(backend.acquire(claim("parent", ttl=9), Wait()), Held)
             assert backend.release(own)
             sys.exit()
         assert os.waitpid(child, 0)[1] == 0
@@ -398,18 +398,18 @@ def test_a_waiter_outlives_a_broken_connection(proxied):
 @pytest.mark.parametrize("way", ["black_hole", "drop_replies"])
 def test_a_request_without_an_answer_fails_in_time(proxied, make, way):
     _, _, proxy = proxied
-    backend = make(f"{proxy.host}:{proxy.port}", TIMEOUT=1)
-    taken = take(backend, claim("x", ttl=5))
+    backend = make(f"{proxy.host}:{proxy.port}", TIMEOUT=3)
+    taken = take(backend, claim("x", ttl=30))
     getattr(proxy, way)()
     for ask in (
         lambda: backend.renew([taken]),
-        lambda: backend.acquire(claim("y", ttl=5), Wait()),
+        lambda: backend.acquire(claim("y", ttl=30), Wait()),
         lambda: backend.holders(["x"]),
     ):
         began = time.monotonic()
-        with pytest.raises(BackendUnavailable, match="no answer within 1 s"):
+        with pytest.raises(BackendUnavailable, match="no answer within 3 s"):
             ask()
-        assert time.monotonic() - began < 2 * 1 + SLACK
+        assert time.monotonic() - began < 2 * 3 + SLACK
     proxy.pass_through()
 
 
@@ -428,7 +428,7 @@ def test_a_session_ends_when_its_connection_stays_broken(proxied):
 def test_a_server_that_accepts_and_does_not_answer_is_left_soon(proxied, make, shared_zookeeper):
     # So does a server that starts. kazoo would wait for it until the session is over.
     _, _, proxy = proxied
-    backend = make(f"{proxy.host}:{proxy.port}", TIMEOUT=1)
+    backend = make(f"{proxy.host}:{proxy.port}", TIMEOUT=3)
     taken = take(backend, claim("x", ttl=30))
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         proxy.retarget(*deaf.getsockname())
@@ -444,12 +444,13 @@ def is_kept(backend, taken):
 
 
 def test_servers_that_do_not_answer_are_named(make):
-    backend = make("127.0.0.1:1,127.0.0.1:2", TIMEOUT=1)
+    backend = make("127.0.0.1:1,127.0.0.1:2", TIMEOUT=4)
     began = time.monotonic()
     for answer in at_once([partial(caught, backend)] * 4):
-        assert "no answer within 1 s" in answer
+        assert "no answer within 4 s" in answer
         assert "Connection refused" in answer
-    assert time.monotonic() - began < 3
+    # One after the other, they would take 16 s.
+    assert time.monotonic() - began < 4 + SLACK
     assert {each.id for each in backend.check()} == {"W052", "E013"}
     assert not backend._open
 
@@ -496,7 +497,7 @@ def test_tls_checks_the_servers_certificate(make_zookeeper, make):
     backend = make(server.url, CA=str(authority.certificate), **identity)
     trials(backend)
     assert [each for each in backend.check() if each.id.startswith("E")] == []
-    wrong = make(server.url, CA=str(Authority().certificate), TIMEOUT=1, **identity)
+    wrong = make(server.url, CA=str(Authority().certificate), TIMEOUT=5, **identity)
     assert "CERTIFICATE_VERIFY_FAILED" in caught(wrong)
     assert "no answer within 1 s" in caught(make(server.url, TIMEOUT=1))
 
@@ -506,14 +507,14 @@ def test_tls_checks_the_servers_certificate(make_zookeeper, make):
 
 def test_too_many_connections_of_one_address_are_a_problem(make_zookeeper, make):
     server = make_zookeeper("maxClientCnxns=5")
-    backends = [make(server.hosts, TIMEOUT=1) for _ in range(5)]
+    backends = [make(server.hosts, TIMEOUT=5) for _ in range(5)]
     for each in backends[:4]:
         trials(each)
     (problem,) = [each for each in backends[0].check() if each.id]
     assert problem.id == "W052"
     assert "has 5 connections from 127.0.0.1, and allows 5" in problem.message
     trials(backends[4])
-    answer = caught(make(server.hosts, TIMEOUT=1))
+    answer = caught(make(server.hosts, TIMEOUT=5))
     assert "no quorum, or this host maxClientCnxns (60) connections" in answer
 
 
@@ -531,8 +532,9 @@ def test_words_that_are_not_allowed_are_a_note(make_zookeeper, make):
 def test_without_a_quorum_nothing_is_confirmed(make_zookeeper_cluster, make):
     nodes = make_zookeeper_cluster()
     (near,) = [each for each in nodes if not each.is_leader()][:1]
-    backend = make(near.url, TIMEOUT=2)
+    backend = make(near.url, TIMEOUT=SLACK)
     taken, (session,) = take(backend, claim("x", ttl=5)), backend._open
+    session._timeout = 2
     others = [each for each in nodes if each is not near]
     for each in others:
         each.pause()
@@ -550,12 +552,12 @@ def test_without_a_quorum_nothing_is_confirmed(make_zookeeper_cluster, make):
 @pytest.mark.slow
 def test_a_lost_quorum_is_reported(make_zookeeper_cluster, make):
     nodes = make_zookeeper_cluster()
-    backend = make(nodes[0].hosts, TIMEOUT=2)
+    backend = make(nodes[0].hosts, TIMEOUT=5)
     trials(backend)
     for each in nodes[1:]:
         each.kill()
     wait_until(lambda: "not currently serving" in nodes[0].ask("srvr"), "the loss of the quorum")
-    assert "no answer within 2 s" in caught(backend)
+    assert "no answer within 5 s" in caught(backend)
     assert "the server has no quorum" in caught(make(nodes[0].url, TIMEOUT=2))
     found = [each for each in backend.check() if each.id]
     assert [each.id for each in found] == ["W052", "W052", "W052", "E013"]
@@ -654,7 +656,7 @@ def test_leases_are_renewed_from_another_thread_under_gevent(shared_zookeeper):
         from tests.test_zookeeper_backend import claim, config_of, take
         config = config_of(sys.argv[1], prefix="gevent")
         backend, other = ZooKeeperBackend(config), ZooKeeperBackend(config)
-        taken = [take(backend, claim(f"x{count}", ttl=2)) for count in range(500)]
+        taken = [take(backend, claim(f"x{count}", ttl=10)) for count in range(500)]
         seen = []
 
         def keep():
@@ -663,10 +665,12 @@ def test_leases_are_renewed_from_another_thread_under_gevent(shared_zookeeper):
                 runtime.original("time", "sleep")(0.5)
 
         runtime.start(keep)
-        waiting = gevent.spawn(other.acquire, claim("x0", ttl=2), Wait(20))
-        gevent.sleep(4)
+        waiting = gevent.spawn(other.acquire, claim("x0", ttl=10), Wait(60))
+        until = time.monotonic() + 40
+        while len(seen) < 6 and time.monotonic() < until:
+            gevent.sleep(0.1)
         print(seen == [{"KEPT"}] * 6, waiting.ready(), backend.release(taken[0]))
-        print(isinstance(waiting.get(timeout=5), Granted))
+        print(isinstance(waiting.get(timeout=20), Granted))
     """
     told = run_python(shared_zookeeper.hosts, code=code, DJANGO_SETTINGS_MODULE="tests.settings")
     assert told.stdout.split() == ["True", "False", "True", "True"], told.stderr

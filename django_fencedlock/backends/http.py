@@ -101,16 +101,19 @@ class HttpNodes:
                     return Answer(status, _parsed(text), headers, is_repeated)
                 # Not if there were too many requests: that one wasn't carried out.
                 is_repeated |= status != 429
-                failure: Exception = OSError(f"status {status}, {_shortened(text)}")
+                what = f"status {status}, {_shortened(text)}"
+                failed: tuple[Exception, Node] = OSError(what), node
             except Errors as exc:
-                failure = exc
+                # The last try may have time for a timeout only: an earlier reason says more.
+                if not (tries and isinstance(exc, TimeoutError)):
+                    failed = exc, node
             tries += 1
             if self._nodes[0] is node:
                 self._nodes.rotate(-1)
             if tries >= len(self._nodes):
                 time.sleep(max(0.0, min(PAUSES[0] * tries, PAUSES[1], end - clock())))
             if clock() >= end:
-                raise NodesFailed(f"{node}: {_describe(failure, node)}") from failure
+                raise NodesFailed(f"{failed[1]}: {_describe(*failed)}") from failed[0]
 
     def _connect(self, node: Node, until: float) -> http.client.HTTPConnection:
         idle = self._idle.get()
