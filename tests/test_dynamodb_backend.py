@@ -1,6 +1,5 @@
 """The DynamoDB backend: without a server, and on an emulator that checks conditions atomically."""
 
-import contextlib
 import itertools
 import os
 import socket
@@ -26,11 +25,10 @@ from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, 
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.test.contract.acts import take_turns
-from django_fencedlock.test.processes import AnotherProcess, Surroundings
 from tests.backends import DYNAMODB
 from tests.scripts import run_python
 from tests.servers.process import wait_until
+from tests.services import ServiceAcceptance
 from tests.test_backend_interface import BackendInterface, claim, take
 from tests.threads import at_once
 
@@ -740,24 +738,6 @@ def test_a_child_has_connections_of_its_own(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-def test_eight_processes_never_overlap_and_their_tokens_rise(config, settings, tmp_path):
-    settings.FENCEDLOCK = {"default": {**entry_of(config), "FENCE_DATABASE": "postgres"}}
-    log, name = tmp_path / "log", uuid.uuid4().hex
-    with contextlib.ExitStack() as stack:
-        here = Surroundings.here()
-        several = [stack.enter_context(contextlib.closing(AnotherProcess(here))) for _ in range(8)]
-        runs = [each.start(take_turns, "default", name, 200, str(log)) for each in several]
-        for run in runs:
-            run.result(100)
-    steps = [line.split() for line in log.read_text().splitlines()]
-    entered, left = steps[::2], steps[1::2]
-    assert {step for step, _ in entered} == {"in"}
-    assert left == [["out", token] for _, token in entered]
-    assert [int(token) for _, token in entered] == list(range(1, 1601))
-
-
-@pytest.mark.slow
 def test_greenlets_take_locks_while_a_real_thread_renews(config):
     code = """
         from gevent import monkey
@@ -790,3 +770,21 @@ def test_greenlets_take_locks_while_a_real_thread_renews(config):
     """
     arguments = (config.options["ENDPOINT"], config.location, config.key_prefix)
     run_python(*arguments, code=code, DJANGO_SETTINGS_MODULE="tests.settings")
+
+
+class TestAcceptance(ServiceAcceptance):
+    backend = DYNAMODB
+    # It has no nodes of ours. Its outage is in tests/test_contract.py.
+    test_a_leader_is_killed_under_load = None
+    test_no_quorum_is_an_error_in_time_and_leaves_nothing_locked = None
+
+    def location(self, *addresses):
+        return "fencedlock"
+
+    def settings_of(self, *addresses, **options):
+        endpoint = f"http://{addresses[0].host}:{addresses[0].port}"
+        return super().settings_of(REGION=REGION, ENDPOINT=endpoint, **options)
+
+    @pytest.fixture
+    def servers(self, table, shared_dynamodb):
+        return [shared_dynamodb]

@@ -5,13 +5,11 @@ import itertools
 import os
 import random
 import socket
-import tempfile
 import textwrap
 import threading
 import time
 import uuid
 from functools import partial
-from pathlib import Path
 
 import pytest
 import redis
@@ -27,13 +25,12 @@ from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable, StaleFence
 from django_fencedlock.models import Fence
-from django_fencedlock.test.contract import acts
-from django_fencedlock.test.processes import Processes
 from tests.backends import REDLOCK
 from tests.failing import raising
 from tests.scripts import run_python
 from tests.servers import Authority, Redis, ServerMissing, finding
 from tests.servers.process import free_port, wait_until
+from tests.services import ServiceAcceptance
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.threads import at_once
 
@@ -795,28 +792,6 @@ def test_an_acquire_is_two_requests_and_three_statements(nodes, postgres, keep_c
         assert not [text for text in seen if "django_fencedlock" in text]
 
 
-@pytest.mark.slow
-@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-def test_eight_processes_take_turns(nodes, postgres):
-    with (
-        settings_of(nodes, FENCE_DATABASE="postgres"),
-        tempfile.NamedTemporaryFile() as log,
-        contextlib.closing(Processes()) as processes,
-        contextlib.ExitStack() as stack,
-    ):
-        several = [stack.enter_context(processes.borrow()) for _ in range(8)]
-        runs = [each.start(acts.take_turns, "default", "x", 200, log.name) for each in several]
-        for run in runs:
-            run.result(100)
-        steps = [line.split() for line in Path(log.name).read_text().splitlines()]
-    entered, left = steps[::2], steps[1::2]
-    assert {step for step, _ in entered} == {"in"}
-    assert left == [["out", token] for _, token in entered]
-    tokens = [int(token) for _, token in entered]
-    assert len(tokens) == 1600
-    assert tokens == sorted(set(tokens))
-
-
 # Settings and checks
 
 
@@ -897,3 +872,21 @@ def test_a_user_that_may_not_ask_is_found(nodes, closing):
     nodes[0].execute("ACL", "SETUSER", "worker", *rights)
     limited = nodes[0].url.replace("//", "//worker:x@")
     assert ids(closing(RedlockBackend(config_of([limited, *nodes[1:3]])))) == {"W055"}
+
+
+class TestAcceptance(ServiceAcceptance):
+    backend = REDLOCK
+
+    def location(self, *addresses):
+        return [f"redis://{each.host}:{each.port}" for each in addresses]
+
+    @pytest.fixture
+    def servers(self, shared_redlock):
+        return shared_redlock
+
+    @pytest.fixture
+    def cluster(self, make_redis):
+        return [make_redis(*DURABLE) for _ in range(3)]
+
+    def leader(self, nodes):
+        return nodes[0]

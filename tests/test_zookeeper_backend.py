@@ -4,9 +4,6 @@ import contextlib
 import importlib.util
 import itertools
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 import uuid
 from functools import partial
@@ -25,9 +22,10 @@ from django_fencedlock.conf import AliasConfig
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.test.processes import wait_until
 from tests.backends import ZOOKEEPER
-from tests.scripts import environment, run_python
+from tests.scripts import run_python
 from tests.servers import Authority
 from tests.servers.process import free_port
+from tests.services import ServiceAcceptance
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.threads import at_once, beside
 
@@ -564,84 +562,6 @@ def test_a_lost_quorum_is_reported(make_zookeeper_cluster, make):
     assert any("not currently serving requests" in each.message for each in found)
 
 
-# Many processes
-
-WORKER = """
-    import contextlib, os, sys, time
-    import django
-    django.setup()
-    from django_fencedlock.backends.interface import Grant, Granted, Wait
-    from django_fencedlock.backends.zookeeper import ZooKeeperBackend
-    from django_fencedlock.exceptions import BackendUnavailable
-    from tests.test_zookeeper_backend import claim, config_of, grant
-    hosts, path, count = sys.argv[1:]
-    backend = ZooKeeperBackend(config_of(hosts, prefix="load", TIMEOUT=3))
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-
-    def note(word, token):
-        os.write(log, f"{word} {token} {time.monotonic()}\\n".encode())
-
-    def release(taken):
-        # As the core does, for a minute.
-        while True:
-            with contextlib.suppress(BackendUnavailable):
-                return backend.release(taken)
-
-    done = 0
-    while done < int(count):
-        sent = claim("load", ttl=5)
-        try:
-            answer = backend.acquire(sent, Wait(30))
-        except BackendUnavailable:
-            release(Grant("load", sent.owner))
-            continue
-        assert isinstance(answer, Granted), answer
-        note("in", answer.token)
-        note("out", answer.token)
-        release(grant(sent, answer))
-        done += 1
-"""
-
-
-def run_workers(hosts, path, processes, count, meanwhile=lambda: None):
-    """Let processes acquire one lock in turns, and return when each grant began."""
-    command = [sys.executable, "-c", textwrap.dedent(WORKER), hosts, str(path), str(count)]
-    variables = environment(DJANGO_SETTINGS_MODULE="tests.settings")
-    workers = [subprocess.Popen(command, env=variables) for _ in range(processes)]
-    try:
-        meanwhile()
-        assert [each.wait(90) for each in workers] == [0] * processes
-    finally:
-        for each in workers:
-            each.kill()
-            each.wait()
-    steps = [line.split() for line in path.read_text().splitlines()]
-    assert [step[0] for step in steps] == ["in", "out"] * (processes * count)
-    tokens = [int(step[1]) for step in steps]
-    assert tokens[::2] == tokens[1::2] == sorted(set(tokens))
-    return [float(step[2]) for step in steps[::2]]
-
-
-@pytest.mark.slow
-def test_one_process_at_a_time_holds_a_lock_and_tokens_rise(make_zookeeper, tmp_path):
-    run_workers(make_zookeeper().hosts, tmp_path / "log", 8, 200)
-
-
-@pytest.mark.slow
-def test_a_leader_that_is_killed_breaks_nothing(make_zookeeper_cluster, tmp_path):
-    nodes, log = make_zookeeper_cluster(), tmp_path / "log"
-
-    def kill_leader():
-        wait_until(lambda: log.exists() and log.stat().st_size > 20_000, "some grants", 60)
-        (leader,) = [each for each in nodes if each.is_leader()]
-        leader.kill()
-
-    moments = run_workers(nodes[0].hosts, log, 4, 400, kill_leader)
-    print(
-        "the longest pause between two grants:", max(b - a for a, b in itertools.pairwise(moments))
-    )
-
-
 @pytest.mark.slow
 def test_leases_are_renewed_from_another_thread_under_gevent(shared_zookeeper):
     code = """
@@ -676,28 +596,6 @@ def test_leases_are_renewed_from_another_thread_under_gevent(shared_zookeeper):
     assert told.stdout.split() == ["True", "False", "True", "True"], told.stderr
 
 
-@pytest.mark.slow
-def test_a_network_that_loses_and_delays_answers_breaks_nothing(
-    shared_zookeeper, make_proxy, tmp_path
-):
-    proxy = make_proxy(shared_zookeeper.host, shared_zookeeper.port)
-    log = tmp_path / "log"
-
-    def disturb():
-        wait_until(log.exists, "a grant", 60)
-        for number in range(12):
-            proxy.delay(to_client=0.02 * (number % 3))
-            proxy.cut_after(to_client=500 * number + 1)
-            time.sleep(0.2)
-            if number % 4 == 3:
-                proxy.drop_replies()
-                time.sleep(0.3)
-                proxy.pass_through()
-        proxy.delay()
-
-    run_workers(f"{proxy.host}:{proxy.port}/lossy", log, 4, 100, disturb)
-
-
 def test_a_wrong_mechanism_is_a_problem(monkeypatch):
     # As if pure-sasl were there.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
@@ -714,3 +612,20 @@ def test_without_a_server_each_reason_is_logged_once(closing, caplog):
             closing(ZooKeeperBackend(config)).holders(["x"])
     reasons = [each.getMessage() for each in caplog.records if "refused" in each.getMessage()]
     assert len(reasons) <= 1
+
+
+class TestAcceptance(ServiceAcceptance):
+    backend = ZOOKEEPER
+    # Its client's pings are sent by the hub of greenlets.
+    keeps_beside_greenlet = False
+
+    def location(self, *addresses):
+        return ",".join(f"{each.host}:{each.port}" for each in addresses)
+
+    @pytest.fixture
+    def servers(self, shared_zookeeper):
+        return [shared_zookeeper]
+
+    @pytest.fixture
+    def cluster(self, make_zookeeper_cluster):
+        return make_zookeeper_cluster()
