@@ -81,8 +81,8 @@ def stop(log: Path) -> None:
 _row: list[tuple[Any, Lease]] = []
 
 
-def hold_row(pk: int, ttl: float) -> int:
-    row = Invoice.objects.using(DATABASE).get(pk=pk)
+def hold_row(using: str, pk: int, ttl: float) -> int:
+    row = Invoice.objects.using(using).get(pk=pk)
     lease = row.fencing.lock(ttl=ttl).acquire(blocking=False)
     assert lease is not None, "the lock isn't free"
     _row.append((row, lease))
@@ -170,17 +170,19 @@ def until_it_works(act: Callable[[], Any], timeout: float = TIMEOUT) -> Any:
             time.sleep(0.05)
 
 
-class ServiceAcceptance:
-    """Real processes and servers; the fences are on PostgreSQL."""
+#: For each class: marks of a base class are added.
+on_postgres = pytest.mark.django_db(transaction=True, databases=["default", DATABASE])
 
-    pytestmark = [
-        pytest.mark.slow,
-        pytest.mark.django_db(transaction=True, databases=["default", "postgres"]),
-        pytest.mark.timeout(240),
-    ]
+
+class ServiceAcceptance:
+    """Real processes and servers."""
+
+    pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
     #: The dotted path.
     backend = ""
+    #: Where the fences and the rows are.
+    database = DATABASE
     #: The shortest ttl that the tests' server allows.
     ttl = 2.0
     #: A lost holder's lock is free after so many `lost_ttl`, and `late` seconds.
@@ -239,7 +241,7 @@ class ServiceAcceptance:
         return {
             "BACKEND": self.backend,
             "LOCATION": self.location(*addresses),
-            "FENCE_DATABASE": DATABASE,
+            "FENCE_DATABASE": self.database,
             "KEY_PREFIX": f"acceptance/{uuid.uuid4().hex}/",
             **self.entry,
             "OPTIONS": {"TIMEOUT": self.timeout, **self.options, **options},
@@ -302,9 +304,9 @@ class ServiceAcceptance:
     @pytest.mark.usefixtures("of_other_hosts")
     def test_a_stopped_process_loses_its_lease(self, servers, use, processes):
         use(*servers)
-        row = Invoice.objects.using(DATABASE).create(note="new")
+        row = Invoice.objects.using(self.database).create(note="new")
         with processes.borrow() as process:
-            token = process.call(hold_row, row.pk, self.lost_ttl)
+            token = process.call(hold_row, self.database, row.pk, self.lost_ttl)
             process.pause()
             began = time.monotonic()
             with Invoice.fencing.lock(row.pk, blocking_timeout=60) as lease:

@@ -18,7 +18,7 @@ from django_fencedlock.problems import Level
 from tests.backends import CONSUL
 from tests.servers.certificates import Authority
 from tests.servers.process import free_port, wait_until
-from tests.services import ServiceAcceptance
+from tests.services import ServiceAcceptance, on_postgres
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.test_http_nodes import Server, answer
 from tests.threads import beside
@@ -484,6 +484,7 @@ class TestClusters:
         assert backend.verify(taken)
 
 
+@on_postgres
 class TestAcceptance(ServiceAcceptance):
     backend = CONSUL
     options = {"SESSION_TTL_MIN": 1}

@@ -28,7 +28,7 @@ from django_fencedlock.exceptions import BackendUnavailable
 from tests.backends import DYNAMODB
 from tests.scripts import run_python
 from tests.servers.process import wait_until
-from tests.services import ServiceAcceptance
+from tests.services import ServiceAcceptance, on_postgres
 from tests.test_backend_interface import BackendInterface, claim, take
 from tests.threads import at_once
 
@@ -772,6 +772,7 @@ def test_greenlets_take_locks_while_a_real_thread_renews(config):
     run_python(*arguments, code=code, DJANGO_SETTINGS_MODULE="tests.settings")
 
 
+@on_postgres
 class TestAcceptance(ServiceAcceptance):
     backend = DYNAMODB
     # It has no nodes of ours. Its outage is in tests/test_contract.py.

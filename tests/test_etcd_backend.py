@@ -20,7 +20,7 @@ from tests.backends import ETCD
 from tests.servers import Authority, Etcd, finding
 from tests.servers.etcd import encode
 from tests.servers.process import wait_until
-from tests.services import ALIAS, DATABASE, ServiceAcceptance
+from tests.services import ALIAS, DATABASE, ServiceAcceptance, on_postgres
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.test_http_nodes import Server, answer, close_without_answer
 from tests.threads import beside
@@ -469,6 +469,7 @@ class TestForgetfulServer:
         self.assert_rising(server, lose)
 
 
+@on_postgres
 class TestAcceptance(ServiceAcceptance):
     backend = ETCD
 

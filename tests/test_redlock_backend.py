@@ -30,7 +30,7 @@ from tests.failing import raising
 from tests.scripts import run_python
 from tests.servers import Authority, Redis, ServerMissing, finding
 from tests.servers.process import free_port, wait_until
-from tests.services import ServiceAcceptance
+from tests.services import ServiceAcceptance, on_postgres
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.threads import at_once
 
@@ -874,6 +874,7 @@ def test_a_user_that_may_not_ask_is_found(nodes, closing):
     assert ids(closing(RedlockBackend(config_of([limited, *nodes[1:3]])))) == {"W055"}
 
 
+@on_postgres
 class TestAcceptance(ServiceAcceptance):
     backend = REDLOCK
 

@@ -25,7 +25,7 @@ from tests.backends import ZOOKEEPER
 from tests.scripts import run_python
 from tests.servers import Authority
 from tests.servers.process import free_port
-from tests.services import ServiceAcceptance
+from tests.services import ServiceAcceptance, on_postgres
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.threads import at_once, beside
 
@@ -614,6 +614,7 @@ def test_without_a_server_each_reason_is_logged_once(closing, caplog):
     assert len(reasons) <= 1
 
 
+@on_postgres
 class TestAcceptance(ServiceAcceptance):
     backend = ZOOKEEPER
     # Its client's pings are sent by the hub of greenlets.
