@@ -11,7 +11,7 @@ import pytest
 from django_fencedlock import LeaseLost, StaleFence, lock
 from django_fencedlock.backends import etcd as module
 from django_fencedlock.backends.etcd import EtcdBackend
-from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
+from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.places import Place, Watch
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.manager import service
@@ -317,6 +317,26 @@ def test_a_release_whose_answer_is_lost_is_unknown(make, shared_etcd, make_proxy
         backend.release(taken)
     assert backend.holders(["x"]) == {}
     assert backend.release(taken) is False
+
+
+def test_an_entry_that_a_late_copy_made_again_is_no_lease(make, shared_etcd, make_proxy):
+    """A forced release came in between, and another holder."""
+    proxy = make_proxy(shared_etcd.host, shared_etcd.port)
+    backend = make(f"http://{proxy.host}:{proxy.port}", prefix="late/")
+    other = make(shared_etcd.url, prefix="late/")
+    kept = take(backend, claim("warm"))
+    proxy.cut_after(to_client=1)
+    taken = take(backend, sent := claim("x"))
+    assert backend.renew([taken, kept]) == [Renewal.KEPT, Renewal.KEPT]
+    assert other.release(Grant("x", taken.owner))
+    newer = take(other, claim("x"))
+    backend.enter(taken.handle.session.id, sent, alone=False)
+    assert not backend.verify(taken)
+    assert backend.renew([taken, kept]) == [Renewal.LOST, Renewal.KEPT]
+    assert other.renew([newer]) == [Renewal.KEPT]
+    backend.release(taken)
+    assert other.release(newer)
+    backend.release(kept)
 
 
 def test_a_request_that_was_repeated_before_a_login_is_a_repeated_one(make, closing):
