@@ -431,6 +431,43 @@ def test_it_fails_after_the_timeout(make_server, make, number, act):
         make(*(each.url for each in servers), timeout=1).ask("POST", "/")
 
 
+@pytest.fixture
+def named(monkeypatch, closing):
+    """Return a function that gives a name three silent addresses, and then others."""
+    look_up = socket.getaddrinfo
+    deaf = closing(socket.create_server(("127.0.0.1", 0), backlog=0))
+    for _ in range(3):
+        other = closing(socket.socket())
+        other.setblocking(False)
+        other.connect_ex(deaf.getsockname())
+    silent = [deaf.getsockname()[1]] * 3
+
+    def name(*ports):
+        def answers(host, port, *args, **terms):
+            if host != "many.example":
+                return look_up(host, port, *args, **terms)
+            kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+            return [(*kind, ("127.0.0.1", each)) for each in (*silent, *ports)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", answers)
+        return "http://many.example:1"
+
+    return name
+
+
+def test_a_name_with_many_addresses_is_an_error_in_time(make, named):
+    """Each of them would have the whole timeout."""
+    nodes = make(named(), timeout=3)
+    with within(3 + SLACK), pytest.raises(NodesFailed, match="timed out"):
+        nodes.ask("POST", "/")
+
+
+def test_the_last_address_of_a_name_is_tried_in_time(make, named, server):
+    port = int(server.url.rpartition(":")[2])
+    with within(3 + SLACK):
+        assert make(named(port), timeout=3).ask("POST", "/").status == 200
+
+
 def test_the_error_names_the_status_and_the_reason(server, make):
     server.otherwise = answer('{"error": "busy", "code": 14}', 503)
     with pytest.raises(NodesFailed, match="status 503, busy"):
