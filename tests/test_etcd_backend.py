@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import shutil
 import subprocess
+import threading
+import time
 import uuid
 
 import pytest
@@ -336,6 +338,29 @@ def test_an_entry_that_a_late_copy_made_again_is_no_lease(make, shared_etcd, mak
     assert other.renew([newer]) == [Renewal.KEPT]
     backend.release(taken)
     assert other.release(newer)
+    backend.release(kept)
+
+
+def test_a_beat_releases_no_claim_that_is_repeated_meanwhile(backend, monkeypatch):
+    """The claim was sent twice and refused. Then the core evicted the holder, and repeats it."""
+    kept, former = take(backend, claim("warm")), take(backend, sent := claim("x"))
+    backend._doubts.repeated.add(sent.owner)
+    backend.release(former)
+    really, begun = backend.leave, threading.Event()
+
+    def leave(*given):
+        begun.set()
+        time.sleep(0.5)
+        return really(*given)
+
+    monkeypatch.setattr(backend, "leave", leave)
+    beat = beside(backend.renew, [kept])
+    assert begun.wait(20)
+    taken = take(backend, sent)
+    assert beat.result(20) == [Renewal.KEPT]
+    monkeypatch.undo()
+    assert backend.verify(taken)
+    backend.release(taken)
     backend.release(kept)
 
 
