@@ -216,6 +216,11 @@ class ServiceAcceptance:
         """Start three nodes of one service. A service without a leader overrides `leader()`."""
         raise NotImplementedError
 
+    @pytest.fixture
+    def single(self) -> Any:
+        """Start a server of its own, which may lose its data."""
+        raise NotImplementedError
+
     def leader(self, nodes: Sequence[Any]) -> Any:
         """Return the node to kill."""
         return next(node for node in nodes if node.is_leader())
@@ -352,6 +357,23 @@ class ServiceAcceptance:
         # A request of before may have been carried out: it is released within the doubts' pause.
         until_it_works(lambda: seconds_until_free(name, 30, ttl=self.ttl))
         wait_for_server(lambda: self.entries(name) == 0, "the queue to be empty")
+
+    def test_a_server_that_starts_empty(self, single, use, name):
+        use(single)
+
+        def token() -> int:
+            with lock(name, backend=ALIAS) as lease:
+                return lease.token
+
+        first = [token() for _ in range(20)]
+        assert first == sorted(set(first))
+        with contextlib.suppress(LeaseLost), lock(name, backend=ALIAS) as former:
+            single.kill()
+            single.start(empty=True)
+            later = [until_it_works(lambda: beside(token).result(TIMEOUT)) for _ in range(3)]
+            assert [first[-1], former.token, *later] == sorted({first[-1], former.token, *later})
+            with pytest.raises((StaleFence, LeaseLost)), former.atomic():
+                pass
 
     def test_lost_and_late_answers(self, servers, use, make_proxy, name):
         proxies = [make_proxy(each.host, each.port) for each in servers]

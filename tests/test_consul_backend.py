@@ -502,6 +502,10 @@ class TestAcceptance(ServiceAcceptance):
     def cluster(self, make_consul_cluster):
         return make_consul_cluster()
 
+    @pytest.fixture
+    def single(self, make_consul):
+        return make_consul()
+
 
 def _wait_for_waiters(backend, name, count):
     def waiting():

@@ -777,6 +777,7 @@ class TestAcceptance(ServiceAcceptance):
     backend = DYNAMODB
     # It has no nodes of ours. Its outage is in tests/test_contract.py.
     test_a_leader_is_killed_under_load = None
+    test_a_server_that_starts_empty = None
     test_no_quorum_is_an_error_in_time_and_leaves_nothing_locked = None
 
     def location(self, *addresses):

@@ -528,3 +528,7 @@ class TestAcceptance(ServiceAcceptance):
     @pytest.fixture
     def cluster(self, make_etcd_cluster):
         return make_etcd_cluster()
+
+    @pytest.fixture
+    def single(self, make_etcd):
+        return make_etcd()

@@ -1012,6 +1012,7 @@ class TestAcceptance(ServiceAcceptance):
     database = "mariadb"
     # It is the fence database: its outage is in tests/test_contract.py.
     test_a_leader_is_killed_under_load = None
+    test_a_server_that_starts_empty = None
     test_no_quorum_is_an_error_in_time_and_leaves_nothing_locked = None
     test_lost_and_late_answers = None
     # Its driver blocks.

@@ -877,6 +877,8 @@ def test_a_user_that_may_not_ask_is_found(nodes, closing):
 @on_postgres
 class TestAcceptance(ServiceAcceptance):
     backend = REDLOCK
+    # Nodes that forget are above, and in tests/test_contract.py.
+    test_a_server_that_starts_empty = None
 
     def location(self, *addresses):
         return [f"redis://{each.host}:{each.port}" for each in addresses]

@@ -630,3 +630,7 @@ class TestAcceptance(ServiceAcceptance):
     @pytest.fixture
     def cluster(self, make_zookeeper_cluster):
         return make_zookeeper_cluster()
+
+    @pytest.fixture
+    def single(self, make_zookeeper):
+        return make_zookeeper("maxSessionTimeout=60000")
