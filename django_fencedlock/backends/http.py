@@ -132,6 +132,8 @@ class HttpNodes:
                 sock = self._tls.wrap_socket(sock, server_hostname=node.host)
             connection = http.client.HTTPConnection(node.host, node.port)
             connection.sock = sock
+            # It would connect again by itself, without TLS.
+            connection.auto_open = 0
             return connection
         except BaseException:
             sock.close()
