@@ -563,7 +563,10 @@ def overtaken(proxied, nodes, closing):
         proxy.delay()
         nodes[1].kill()
         # Another thread has this connection now.
-        line = backend._nodes.get().all[0].idle.pop()
+        late = backend._nodes.get().all[0]
+        line = late.idle.pop()
+        # On a busy machine it was silent for so long that it is left out: no majority.
+        late.hear()
         mine = take(backend, sent)
         wait_until(lambda: line.is_usable() and not line.open, "the answers")
         assert all(values(backend, [nodes[0], nodes[2]]))
