@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, Literal, Never, cast, overload
 
 from django.db import transaction
@@ -21,7 +22,7 @@ from .core.identity import LocalHolder, OfHolder, current_holder
 from .core.manager import Service
 from .core.runtime import clock
 from .core.set_grants import refusal
-from .exceptions import FencedLockError, LockNotAcquired
+from .exceptions import FencedLockError, LeaseLost, LockNotAcquired
 from .lease import Duration, Holding, Lease, Leases, forbid_in_event_loop
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ else:
 
 #: Limit of the names of a set.
 MAX_NAMES = 1000
+
+#: The sets of the running context, the innermost last. Weak, as `lease_context` says.
+_sets: ContextVar[tuple[weakref.ref[LeaseSet], ...]] = ContextVar("fencedlock_sets", default=())
 
 
 class LeaseSet(Holding, Mapping[str, Lease]):
@@ -107,6 +111,22 @@ class LeaseSet(Holding, Mapping[str, Lease]):
         for lease in self._all():
             lease.on_lost(call_once)
 
+    def interrupt_by(self, interrupt: Callable[[Lease], object]) -> None:
+        """See `Lease.interrupt_by()`. The loss of one is the loss of the first, too."""
+        self._all()[0].interrupt_by(interrupt)
+
+    def off_lost(self, callback: Callable[[Lease], object]) -> None:
+        """Take back what `interrupt_by()` was given."""
+        self._all()[0].off_lost(callback)
+
+    def explain(self) -> None:
+        """Find out the reason of the loss if it is guessed so far. Asks the database."""
+        self._lost_first().explain()
+
+    def loss(self) -> LeaseLost:
+        """Return the error of the loss, with the lease that was lost first."""
+        return self._lost_first().loss()
+
     def atomic(self, using: str | None = None) -> AbstractContextManager[None]:
         """
         Open a transaction, the outermost one, in which everything is fenced by all the leases.
@@ -125,11 +145,34 @@ class LeaseSet(Holding, Mapping[str, Lease]):
         cause = self._together.cause
         return sorted(self._all(), key=lambda lease: lease is not cause)
 
-    def _leave(self) -> None:
-        super()._leave()
+    def _lost_first(self) -> Lease:
+        suspects = self._suspects()
+        return next((lease for lease in suspects if lease.lost), suspects[0])
+
+    def enter(self) -> None:
+        super().enter()
+        _sets.set((*_open_sets(), weakref.ref(self)))
+
+    def leave(self) -> None:
+        super().leave()
+        _sets.set(tuple(each for each in _open_sets() if each() is not self))
         for lease in self._all():
             # An outer block may hold it longer than this set.
             lease.off_lost(self._together)
+
+
+def _open_sets() -> Iterator[weakref.ref[LeaseSet]]:
+    """Return the sets of the running context that another context hasn't released."""
+    return (each for each in _sets.get() if (found := each()) and found._open())
+
+
+def current_leases() -> LeaseSet | None:
+    """
+    Find the innermost set of leases of the running context, such as that of a task's body.
+
+    ``with current_leases().atomic():`` fences everything in it by all of them.
+    """
+    return next((found for each in reversed([*_open_sets()]) if (found := each())), None)
 
 
 class _Together:

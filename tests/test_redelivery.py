@@ -218,7 +218,7 @@ class TestWhileItRuns:
 
         yield begin
         for lease in leases:
-            service("default").release(lease, lease.who)
+            service("default").release([lease], lease.who)
 
     @pytest.mark.parametrize("task", [late, late_raise, late_brief], ids=["skip", "raise", "wait"])
     def test_a_second_delivery_comes_later_as_the_same_message(self, running, task, told):
@@ -256,7 +256,7 @@ class TestWhileItRuns:
             if not died:
                 MessageRecord.objects.update(outcome="success")
                 app.backend.store_result(told["id"], 1, "SUCCESS")
-            service("default").release(lease, lease.who)
+            service("default").release([lease], lease.who)
             assert deliver_sent(sent[0]).state == ("SUCCESS" if died else "IGNORED")
         assert ran == [1] * died
 
@@ -273,7 +273,7 @@ class TestWhileItRuns:
         with sending() as sent:
             for _ in range(2):
                 assert deliver(late_retry, 1, **told).state == "RETRY"
-        service("default").release(lease, lease.who)
+        service("default").release([lease], lease.who)
         assert {copy.headers[DELIVERY] for copy in sent} == {told["headers"][DELIVERY]}
         assert [deliver_sent(copy).state for copy in sent] == ["SUCCESS", "IGNORED"]
         assert ran == [1]
@@ -543,7 +543,7 @@ def delivery(told, owner):
 
 
 def lease_back(lease):
-    service("default").release(lease, lease.who)
+    service("default").release([lease], lease.who)
     connections.close_all()
 
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
@@ -348,13 +348,17 @@ class Grants:
             holder=holder,
         )
 
-    def holder(self, name: str) -> Holder | None:
-        """Ask the service who has lock `name` now."""
+    def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
+        """Ask the service who has these locks now."""
         try:
-            held = self.backend.holders([name]).get(name)
+            return self.backend.holders(names)
         except BackendUnavailable as exc:
             raise_if_tables_missing(exc, self.backend.config.fence_database)
             raise
+
+    def holder(self, name: str) -> Holder | None:
+        """Ask the service who has lock `name` now."""
+        held = self.holders([name]).get(name)
         return None if held is None else holder_of(held, self.backend.config.alias)
 
     def _drop_row(self, name: str, owner: str, label: str, holder: Holder) -> None:
