@@ -12,12 +12,15 @@ from django_fencedlock import (
     LockNotAcquired,
     current_lease,
     current_leases,
+    force_release,
     lock,
     lock_all,
     signals,
 )
 from django_fencedlock.celery import SkippedRun, lock_name, lock_names, single_instance
 from django_fencedlock.celery.duplicates import FOLLOWS
+from django_fencedlock.core.grants import new_claim
+from django_fencedlock.core.identity import LocalHolder, new_owner
 from django_fencedlock.core.manager import service
 from django_fencedlock.lease_context import held_names
 from django_fencedlock.models import HeldLock, MessageRecord
@@ -27,7 +30,7 @@ from tests.backends import POSTGRES, REDIS
 from tests.deliveries import app, as_current_app, deliver, deliver_sent, sending
 from tests.models import Invoice
 from tests.servers.process import wait_until
-from tests.test_redelivery import message
+from tests.test_redelivery import lease_back, message, soon
 from tests.test_single_instance import DOWN
 from tests.threads import beside, elsewhere
 
@@ -403,6 +406,20 @@ class TestLosses:
         assert done.result.exception.name == name
         assert_free()
 
+    @pytest.mark.parametrize("on_lost", ["raise", "abort"])
+    def test_by_force_names_the_author(self, on_lost):
+        def act(self):
+            force_release("account:2", by="the boss")
+            # As the thread that renews does, before the author is looked up.
+            current_lease("account:2").mark_lost("refused", guessed=True)
+
+        within.append(act)
+        error = deliver(make("forced", on_lost=on_lost)).result.exception
+        assert isinstance(error, LeaseLost)
+        assert error.name == "account:2"
+        assert "the boss" in str(error)
+        assert_free()
+
     def test_that_shows_at_the_release_fails_the_task(self):
         within.append(lambda self: HeldLock.objects.filter(name="account:2").delete())
         with pytest.raises(LeaseLost, match=r"'account:2'.* at the release"):
@@ -431,6 +448,15 @@ class TestLosses:
         assert isinstance(done.result.exception, LeaseLost), done
         assert done.result.exception.name == name
         assert_free()
+
+    @pytest.mark.parametrize("on_lost", ["raise", "abort"])
+    def test_leave_nothing_behind_at_the_leases_of_a_callers_block(self, on_lost):
+        with lock_all(*NAMES) as outer:
+            before = [len(lease._interrupts) for lease in outer.values()]
+            inner = make("nested", on_lost=on_lost)()
+            assert [*inner] == [*outer] == [*NAMES]
+            assert current_leases() is outer
+            assert [len(lease._interrupts) for lease in outer.values()] == before
 
     def test_of_a_set_leaves_the_callers_block_its_lock(self):
         with lock("account:1") as lease:
@@ -531,6 +557,28 @@ class TestRedelivery:
         deliver(late, **told)
         assert done[0].state == "IGNORED"
         assert len(done) == 2
+
+    def test_a_retry_waits_for_its_former_run(self):
+        told = message()
+        owner = new_owner()._replace(task_id=told["id"], task_name="t")
+        claim = new_claim("account:2", 30, owner=owner)
+        lease = service("default").acquire(claim, who=LocalHolder())
+        within.append(look)
+        with soon(lease_back, lease):
+            assert deliver(late, **told).result == [*NAMES]
+
+    def test_the_run_of_another_delivery_is_known_though_it_lost_the_first_lock(self):
+        def act(self):
+            service("default").backend.release(current_lease("account:1").grant)
+            # In another thread, where it isn't a lock of the same task.
+            other = elsewhere(lock("account:1").acquire, blocking=False)
+            done.append(elsewhere(lambda: deliver(late, **told, redelivered=True)))
+            other.release()
+
+        told, done = message(), []
+        within.append(act)
+        assert deliver(late, **told).state == "FAILURE"
+        assert done[0].state == "IGNORED"
 
     def test_another_message_is_an_ordinary_conflict(self):
         done = []
