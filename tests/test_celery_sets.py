@@ -164,7 +164,7 @@ class TestNames:
             single_instance(PAIR, pk="{source}")(body)
 
     def test_can_not_be_coalesced(self):
-        words = "looks for triggers of its own list alone"
+        words = "would miss triggers of other lists"
         with pytest.raises(ValueError, match=words):
             make("coalesce", on_conflict="coalesce")
         task = make("called", lambda task, arguments: ["a", "b"], on_conflict="coalesce")

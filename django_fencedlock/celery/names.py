@@ -95,9 +95,8 @@ class Single:
         """
         Return the name of a call's lock, or the sorted names of its set of locks.
 
-        `args` don't have the task itself.
-
         Beside it, the name of the task, or of the function; and the pattern of the lock's name.
+        `args` don't have the task itself.
         """
         function, pattern = self.function, self.pattern()
         title = task.name if task is not None else f"{function.__module__}.{function.__qualname__}"
@@ -117,9 +116,8 @@ class Single:
     def _require_set_allowed(self) -> None:
         if self._policy.on_conflict == "coalesce":
             raise ValueError(
-                f"{self.function.__qualname__}() has a list of lock names, which "
-                'on_conflict="coalesce" can\'t be used with: a run looks for triggers of its own '
-                "list alone, and the holder of one of the names may have another. Use "
+                f'{self.function.__qualname__}(): on_conflict="coalesce" is for one lock name, not '
+                "for a list: a run would miss triggers of other lists that share a name. Use "
                 '"skip", "retry", "wait" or "raise".'
             )
 
