@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 from celery.exceptions import Retry
+from django.db import transaction
 
 from django_fencedlock import (
     LeaseLost,
@@ -238,6 +239,22 @@ class TestRuns:
             (2, "x"),
             (3, "x"),
         ]
+
+    @pytest.mark.django_db(transaction=False)
+    @pytest.mark.parametrize("name", NAMES)
+    def test_within_the_transaction_of_a_test(self, name):
+        def act(self):
+            with current_leases().atomic():
+                Invoice.objects.create()
+            return [*current_leases()]
+
+        within.extend([act, look])
+        assert skip.apply().get() == [*NAMES]
+        with transaction.atomic():
+            assert skip.apply().get() == [*NAMES]
+        with hold_lock(name):
+            assert SkippedRun.of(skip.apply().get()).lock == name
+        assert_free()
 
     def test_have_the_policys_ttl_and_max_hold(self):
         def act(self):
