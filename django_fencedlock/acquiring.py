@@ -149,7 +149,8 @@ class Acquiring:
 
     def _give_back_acquired(self, acquired: Future[T | None]) -> None:
         if acquired.exception() is None and (held := acquired.result()) is not None:
-            aio.submit(aio.RELEASE, self.backend, held.give_back)
+            give_back = held._control.give_back
+            aio.submit(aio.RELEASE, self.backend, give_back, held._all(), held.who)
 
     def _leave_block(
         self, block: object, kind: ErrorType, is_left: Callable[[OfHolder], bool]

@@ -49,6 +49,13 @@ class LockNotAcquired(FencedLockError):
     holders: dict[str, Holder | None] | None
 
 
+class LockUpgrade(FencedLockError, RuntimeError):
+    """A reader of a lock tried to acquire it exclusively, or its exclusive holder to share it."""
+
+    name: str
+    alias: str
+
+
 class AliasConflict(LockNotAcquired):
     """The name is locked through another alias: two services can't exclude each other."""
 

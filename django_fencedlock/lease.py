@@ -200,10 +200,6 @@ class Holding(OfHolder):
         if leases := self._open():
             runtime.start(partial(self._control.give_back, leases, self.who))
 
-    def give_back(self) -> None:
-        """Release what a holder acquired that can't take it any more."""
-        self._control.give_back(self._all(), self.who)
-
     def enter(self) -> None:
         """Make the leases the innermost ones of the running context."""
         for lease in self._all():
@@ -211,7 +207,8 @@ class Holding(OfHolder):
 
     def leave(self) -> None:
         """Take the leases out of the running context."""
-        for lease in self._all():
+        # The innermost first: it is found sooner.
+        for lease in reversed(self._all()):
             lease_context.leave(lease)
 
     def _require_open(self) -> None:
@@ -252,6 +249,8 @@ class Lease(Holding):
     name: str
     owner_id: str
     fenced: bool
+    #: Whether other readers may have the lock as well.
+    shared: bool
 
     def __init__(
         self,
@@ -271,7 +270,7 @@ class Lease(Holding):
         self.grant = grant
         self.name = grant.name
         self.owner_id = grant.owner
-        self.fenced = grant.fenced
+        self.fenced, self.shared = grant.fenced, grant.shared
         self.alias = alias
         #: The alias of the database where the fence is.
         self.database = database
@@ -311,7 +310,8 @@ class Lease(Holding):
         """The holder, by the local clock. The lock service isn't asked: see `Lock.holder()`."""
         now, place = datetime.now(UTC), describe_identity(self.grant.identity)
         since, until = now - timedelta(0, self.held_for()), now + timedelta(0, self.remaining())
-        return Holder(self.owner_id, place, self.alias, self.grant.token, since, until)
+        token = self.grant.token
+        return Holder(self.owner_id, place, self.alias, token, since, until, shared=self.shared)
 
     @property
     def ttl(self) -> float:
@@ -464,7 +464,8 @@ class Lease(Holding):
                 )
 
     def _described(self) -> str:
-        return f"token {self.grant.token}" if self.fenced else "unfenced"
+        token = f"token {self.grant.token}" if self.fenced else "unfenced"
+        return f"{token}, shared" if self.shared else token
 
     def __del__(self) -> None:
         # The holder has ended: as long as it lives, it refers to its leases.

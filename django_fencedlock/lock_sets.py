@@ -18,7 +18,7 @@ from .backends.interface import Claim, Held, Wait
 from .conf import UNSET, Unset
 from .core import aio, names
 from .core.grants import new_claim
-from .core.identity import LocalHolder, OfHolder, current_holder
+from .core.identity import LocalHolder, OfHolder, current_holder, new_owner_id
 from .core.manager import Service
 from .core.runtime import clock
 from .core.set_grants import refusal
@@ -104,7 +104,7 @@ class LeaseSet(Holding, Mapping[str, Lease]):
         mutex = threading.Lock()
 
         def call_once(lease: Lease) -> None:
-            # Each lease calls it, and it is never given back.
+            # Each lease of the set calls it.
             if mutex.acquire(blocking=False):
                 callback(self)
 
@@ -151,19 +151,15 @@ class LeaseSet(Holding, Mapping[str, Lease]):
 
     def enter(self) -> None:
         super().enter()
-        _sets.set((*_open_sets(), weakref.ref(self)))
+        sets = (each for each in _sets.get() if each() is not None)
+        _sets.set((*sets, weakref.ref(self)))
 
     def leave(self) -> None:
         super().leave()
-        _sets.set(tuple(each for each in _open_sets() if each() is not self))
-        for lease in self._all():
-            # An outer block may hold it longer than this set.
+        _sets.set(tuple(each for each in _sets.get() if each() not in (None, self)))
+        for lease in self._open():
+            # An outer block holds it longer than this set.
             lease.off_lost(self._together)
-
-
-def _open_sets() -> Iterator[weakref.ref[LeaseSet]]:
-    """Return the sets of the running context that another context hasn't released."""
-    return (each for each in _sets.get() if (found := each()) and found._open())
 
 
 def current_leases() -> LeaseSet | None:
@@ -172,7 +168,11 @@ def current_leases() -> LeaseSet | None:
 
     ``with current_leases().atomic():`` fences everything in it by all of them.
     """
-    return next((found for each in reversed([*_open_sets()]) if (found := each())), None)
+    for each in reversed(_sets.get()):
+        leases = each()
+        if leases is not None and leases._open():
+            return leases
+    return None
 
 
 class _Together:
@@ -296,7 +296,8 @@ class LockSet(Acquiring, Generic[S]):
         control, who = self._service, current_holder()
         wait = self._wait(control, blocking, blocking_timeout, cancel)
         ttl = self._ttl or control.config.ttl
-        claims = [new_claim(name, ttl, self.fenced) for name in names]
+        any_of_them = new_claim("", ttl, self.fenced)
+        claims = [any_of_them._replace(name=name, owner=new_owner_id()) for name in names]
         return _Asked(control, claims, who, wait)
 
     def _acquire(self, asked: _Asked, wait: Wait, tells: bool = True) -> LeaseSet | None:

@@ -40,6 +40,8 @@ else:
 
     L = TypeVar("L")
 F = TypeVar("F", bound=Callable[..., Any])
+#: How many holders a lock may have at a time; None for a lock with one holder.
+Limit = int | Callable[[], int] | None
 
 _INSIDE = "Put @lock directly above its `async def`, or acquire the lock inside of it."
 
@@ -67,9 +69,20 @@ class Lock(Acquiring, Generic[L]):
             BLOCKING_TIMEOUT.
         backend: The alias in ``FENCEDLOCK``.
         fenced: False for a lock that only saves work: no token, and no record in the database.
+        shared: True for a reader's lock: readers share it, and exclude only an exclusive holder. A
+            waiting exclusive holder stops new readers. Its lease covers no write of a fenced row.
         required: False for a block that runs without the lock, with None as its lease, if another
             holder has it. Else ``with`` raises `LockNotAcquired`.
+        limit: How many holders may have it at a time, 1 to 1000, each by one of so many permits; or
+            a callable without arguments that returns the number. A permit has a lock name, a token
+            and a fence of its own, and covers no fenced row. ``limit=1`` isn't the lock without a
+            limit: they don't exclude each other. Of callers with different limits, the largest one
+            counts. A lower one removes no permit that was granted: see ``fencedlock trim``.
     """
+
+    #: repr() shows them, also of an object whose __init__() has failed.
+    shared = False
+    limit: Limit = None
 
     @overload
     def __init__(
@@ -80,7 +93,9 @@ class Lock(Acquiring, Generic[L]):
         blocking_timeout: Duration | Unset | None = ...,
         backend: str = ...,
         fenced: bool = ...,
+        shared: bool = ...,
         required: Literal[True] = ...,
+        limit: Limit = ...,
     ) -> None: ...
     @overload
     def __init__(
@@ -91,7 +106,9 @@ class Lock(Acquiring, Generic[L]):
         blocking_timeout: Duration | Unset | None = ...,
         backend: str = ...,
         fenced: bool = ...,
+        shared: bool = ...,
         required: bool,
+        limit: Limit = ...,
     ) -> None: ...
     def __init__(
         self,
@@ -101,7 +118,9 @@ class Lock(Acquiring, Generic[L]):
         blocking_timeout: Duration | Unset | None = UNSET,
         backend: str = conf.DEFAULT_ALIAS,
         fenced: bool = True,
+        shared: bool = False,
         required: bool = True,
+        limit: Limit = None,
         # A type checker rejects any other argument; at run time the error names it.
         **unknown: Never,
     ) -> None:
@@ -114,6 +133,21 @@ class Lock(Acquiring, Generic[L]):
             _forbid_bare(name)
         self.name = _validate(name) if type(name) is str else names.validate(name)
         super().__init__(ttl, blocking_timeout, backend, fenced, required)
+        self.shared = shared
+        self.limit = limit
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        """Raise for arguments that no kind of lock has, or that are of two kinds."""
+        if self.limit is None:
+            return
+        if self.shared:
+            raise TypeError(
+                f"lock({self.name!r}) has limit= and shared=, which are two kinds of locks. Use "
+                "limit= for a number of holders, or shared=True for any number of readers."
+            )
+        if not callable(self.limit):
+            names.count_permits(self.name, self.limit)
 
     def acquire(
         self,
@@ -158,13 +192,23 @@ class Lock(Acquiring, Generic[L]):
         return lease
 
     def holder(self) -> Holder | None:
-        """Ask the lock service which holder has the lock; None if it is free."""
+        """
+        Ask the lock service which holder has the lock; None if it is free.
+
+        With a limit: one of the holders if all permits are held; None if a permit is free.
+        """
         forbid_in_event_loop(f"lock({self.name!r})", "await {}.aholder()")
-        return self._service.holder(self.name)
+        return self._look_up()
 
     async def aholder(self) -> Holder | None:
         """See holder()."""
-        return await self._service.in_thread(self._service.holder, self.name, kind=aio.TRY)
+        return await self._service.in_thread(self._look_up, kind=aio.TRY)
+
+    def _look_up(self) -> Holder | None:
+        if self.limit is None:
+            return self._service.holder(self.name)
+        claim = self._ask(self._service, False, UNSET)[0]
+        return self._service.permits.holder(claim)
 
     def __enter__(self) -> L:
         forbid_in_event_loop(f"lock({self.name!r})", "async with {}")
@@ -176,7 +220,7 @@ class Lock(Acquiring, Generic[L]):
                 enter(lease)
             elif self.required:
                 waited = clock() - wait.since
-                raise control.grants.refusal(self.name, waited, self.fenced, wait.held)
+                raise control.refusal(claim, waited, wait.held)
             self._entered.append((block, lease or OfHolder(who)))
             return cast(L, lease)
         except FencedLockError:
@@ -192,9 +236,8 @@ class Lock(Acquiring, Generic[L]):
         lease = await self._aacquire(claim, who, wait)
         if lease is None and self.required:
             waited = clock() - wait.since
-            refusal = functools.partial(self._service.grants.refusal, held=wait.held)
-            found = self._service.in_thread(refusal, self.name, waited, self.fenced, kind=aio.TRY)
-            raise await found
+            refusal = functools.partial(self._service.refusal, claim, waited, wait.held)
+            raise await self._service.in_thread(refusal, kind=aio.TRY)
         self._entered.append((block, lease or OfHolder(who)))
         return cast(L, lease)
 
@@ -228,7 +271,9 @@ class Lock(Acquiring, Generic[L]):
         return cast(F, run)
 
     def __repr__(self) -> str:
-        return f"lock({self.name!r}, backend={self.backend!r})"
+        limit = "" if self.limit is None else f", limit={self.limit!r}"
+        shared = ", shared=True" if self.shared else ""
+        return f"lock({self.name!r}{limit}, backend={self.backend!r}{shared})"
 
     if not TYPE_CHECKING:
 
@@ -273,7 +318,10 @@ class Lock(Acquiring, Generic[L]):
     ) -> tuple[Claim, LocalHolder, Wait]:
         """Return a new claim of the code that runs here, its holder, and how long it waits."""
         wait = self._wait(control, blocking, blocking_timeout, cancel)
-        claim = new_claim(self.name, self._ttl or control.config.ttl, self.fenced)
+        ttl = self._ttl or control.config.ttl
+        claim = new_claim(self.name, ttl, self.fenced, shared=self.shared)
+        if self.limit is not None:
+            claim = claim._replace(permits=names.count_permits(self.name, self.limit))
         return claim, current_holder(), wait
 
     async def _aacquire(self, claim: Claim, who: LocalHolder, wait: Wait) -> Lease | None:
@@ -309,7 +357,7 @@ def _unknown_argument(method: str, known: Sequence[str], given: str, *more: str)
     return TypeError(f"{method}() has no argument {given}. {hint}")
 
 
-_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "required")
+_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "shared", "required", "limit")
 
 
 def _about_attribute(name: str, given: str) -> str:

@@ -154,7 +154,10 @@ def _picture_admin(page: Browser, url: str, directory: Path) -> None:
     page.get(f"{url}/admin/django_fencedlock/heldlock/")
     page.wait(lambda page: len(page.all("#result_list tbody tr")) == len(HELD) + 1, "the list")
     _save(page, "#content", directory / "held_locks.png", width=WIDTH_OF_LIST)
-    page.get(f"{url}/admin/django_fencedlock/heldlock/billing.invoice_3A42/change/")
+    from django_fencedlock.models import HeldLock
+
+    invoice = HeldLock.objects.get(name="billing.invoice:42").pk
+    page.get(f"{url}/admin/django_fencedlock/heldlock/{invoice}/change/")
     _save(page, ".fencedlock-more", directory / "lock_events.png")
     page.get(f"{url}/admin/django_fencedlock/heldlock/release/?name=billing.invoice:42")
     _save(page, "#content", directory / "release.png")

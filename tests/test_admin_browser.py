@@ -45,6 +45,7 @@ def hold(count, start=0):
         name = (f"invoice:{number}", f"shop:{'0714a454-1c2e-4f7e-' * 5}{number}", f"n:{number}")
         task = number % 3 and f"billing.tasks.{'charge_the_customer_' * 2}{number % 3}"
         fields |= {
+            "id": number + 1,
             "name": name[number % 3],
             "owner": f"{number:032x}",
             "fenced": bool(number % 2),
@@ -366,7 +367,7 @@ def test_a_forced_release_by_mouse_from_the_list(page, width, dark):
 def test_a_forced_release_by_keys_from_the_locks_page(page, width, dark):
     lease = lock("nightly", fenced=False).acquire()
     page.show(width=width, dark=dark)
-    page.open("heldlock/nightly/change/")
+    page.open(f"heldlock/{HeldLock.objects.get().pk}/change/")
     tab_to(page, "a.fencedlock-release").send_keys(Keys.ENTER)
     page.wait(lambda page: page.all(".fencedlock-locks"), "no question")
     assert "isn't fenced" in page.one(".fencedlock-locks").text

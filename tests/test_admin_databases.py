@@ -15,7 +15,7 @@ from django.utils import timezone
 from django_fencedlock import LeaseLost, lock
 from django_fencedlock.admin import base
 from django_fencedlock.core.manager import service
-from django_fencedlock.models import Fence, LockEvent
+from django_fencedlock.models import Fence, HeldLock, LockEvent
 from tests.servers import shared
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -93,10 +93,15 @@ def test_the_page_of_a_lock(boss, held):
     one = boss.get(link(listed, "there"))
     assert "confirms this holder" in one.content.decode()
     assert "pk=7" in one.content.decode()
-    assert boss.get(f"{LIST}there/change/").status_code == 302
+    assert boss.get(f"{LIST}{held_id()}/change/").status_code == 302
+
+
+def held_id():
+    return HeldLock.objects.using("postgres").get(name="there").pk
 
 
 def test_a_lock_is_released_by_force(boss, held):
+    key = held_id()
     one = boss.get(link(boss.get(LIST, OTHER), "there"))
     asked = boss.get(link(one, "Release by force"))
     page = asked.content.decode()
@@ -105,13 +110,13 @@ def test_a_lock_is_released_by_force(boss, held):
     done = boss.post(unescape(action), {"lock": unescape(mark), "step": "release"})
     assert [each.level_tag for each in get_messages(done.wsgi_request)] == ["success"]
     assert not held.verify()
-    assert LogEntry.objects.get().object_id == "there"
+    assert LogEntry.objects.get().object_id == str(key)
     assert (done.status_code, done.url) == (302, f"{LIST}?database=postgres")
     assert link(asked, "No, take me back") == done.url
 
 
 def test_locks_are_released_by_the_action(boss, held):
-    form = {"action": "release_by_force", "_selected_action": ["there", "here"]}
+    form = {"action": "release_by_force", "_selected_action": [held_id(), 1]}
     asked = boss.post(f"{LIST}?database=postgres", form)
     found = re.findall(r'name="lock" value="([^"]*)"', asked.content.decode())
     assert found == [held.owner_id]
@@ -153,7 +158,7 @@ def silent(settings, make_postgres, make_alias, monkeypatch):
 
 
 def test_a_paused_database_hangs_no_page(boss, silent):
-    for path in (LIST, f"{LIST}x/change/", f"{LIST}release/?name=x"):
+    for path in (LIST, f"{LIST}1/change/", f"{LIST}release/?name=x"):
         answer = boss.get(path)
         assert answer.status_code == 503, path
         assert "is unavailable: " in answer.content.decode()

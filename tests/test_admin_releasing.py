@@ -49,7 +49,10 @@ def told(answer):
 
 
 def choose(client, *names):
-    data = {"action": "release_by_force", "_selected_action": names}
+    # Locks that are free by now have no row.
+    ids = dict(HeldLock.objects.values_list("name", "pk"))
+    chosen = [ids.get(name, number) for number, name in enumerate(names)]
+    data = {"action": "release_by_force", "_selected_action": chosen}
     return client.post(LIST, data)
 
 
@@ -60,7 +63,7 @@ def confirm(client, asked):
 def test_the_action_and_the_button(anna):
     with lock("invoice:42"):
         assert 'value="release_by_force"' in anna.get(LIST).content.decode()
-        page = anna.get(f"{LIST}invoice_3A42/change/").content.decode()
+        page = anna.get(f"{LIST}{HeldLock.objects.get().pk}/change/").content.decode()
     assert f'href="{RELEASE}?name=invoice%3A42"' in page
     assert 'name="_save"' not in page
     assert "deletelink" not in page
@@ -87,7 +90,7 @@ def test_no_parameter_leads_to_another_site(anna, key):
     with lock("invoice:42"):
         for answer in (
             anna.get(LIST, away),
-            anna.get(f"{LIST}invoice_3A42/change/", away),
+            anna.get(f"{LIST}42/change/", away),
             anna.get(RELEASE, {**away, "name": "unknown"}),
             anna.post(f"{RELEASE}?{key}=//evil.example/", {**away, "step": "release"}),
         ):
@@ -115,7 +118,7 @@ class TestReleasing:
         with pytest.raises(LeaseLost, match=r"by anna \(admin\)"):
             lease.renew()
         entry = LogEntry.objects.get()
-        assert (entry.user.username, entry.object_id) == ("anna", "invoice:42")
+        assert (entry.user.username, entry.object_repr) == ("anna", "invoice:42")
         assert entry.change_message == told(answer)[0][1]
 
     def test_several_by_the_action(self, anna):

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -266,6 +267,64 @@ class BackendInterface:
         backend.release(taken)
         assert isinstance(backend.acquire(claim(name), Wait()), Granted)
 
+    # Readers and writers
+
+    def test_readers_share_and_a_writer_excludes(self, backend, other, name):
+        needs_readers(backend)
+        sent = [claim(name)._replace(shared=True) for _ in range(2)]
+        first, second = take(backend, sent[0]), take(other, sent[1])
+        refused = other.acquire(claim(name), Wait())
+        assert isinstance(refused, Held)
+        assert refused.owner in (first.owner, second.owner, "")
+        held = other.holders([name])[name]
+        assert {each.owner for each in (held, *held.others)} == {first.owner, second.owner}
+        assert backend.release(first)
+        assert not backend.release(first)
+        assert other.verify(second)
+        assert other.renew([second, first]) == [Renewal.KEPT, Renewal.LOST]
+        assert isinstance(backend.acquire(claim(name), Wait()), Held)
+        other.release(second)
+        writer = take(backend, claim(name))
+        assert isinstance(other.acquire(sent[1], Wait()), Held)
+        assert backend.verify(writer)
+
+    def test_readers_have_one_token(self, backend, other, name):
+        needs_readers(backend)
+        if not backend.records_grants:
+            pytest.skip("the core reads it from the fence")
+        former = take(backend, claim(name))
+        backend.release(former)
+        readers = [take(each, claim(name)._replace(shared=True)) for each in (backend, other)]
+        assert [each.token for each in readers] == [former.token + 1] * 2
+        for each in readers:
+            backend.release(each)
+        assert take(other, claim(name)).token == former.token + 2
+
+    def test_a_waiting_writer_stops_new_readers(self, backend, other, name, waits):
+        needs_readers(backend)
+        reader = take(backend, claim(name)._replace(shared=True))
+        waiter = waits(other, claim(name), Wait(SLACK))
+        waiter.refused.wait(SLACK)
+        new = claim(name)._replace(shared=True)
+        assert isinstance(backend.acquire(new, Wait()), Held)
+        backend.release(reader)
+        assert isinstance(waiter.result(), Granted)
+        other.release(grant(waiter.sent, waiter.result()))
+        wait_until(lambda: isinstance(backend.acquire(new, Wait()), Granted), "the new reader")
+
+    def test_a_dead_reader_expires_alone(self, backend, other, name):
+        needs_readers(backend)
+        if not backend.supports_ttl:
+            pytest.skip("such locks live as long as their session")
+        alive = take(backend, claim(name)._replace(shared=True))
+        dead = take(other, claim(name, ttl=self.short)._replace(shared=True))
+        wait_until(lambda: not other.holders([name])[name].others, "the reader to expire")
+        assert backend.verify(alive)
+        assert isinstance(other.acquire(claim(name), Wait()), Held)
+        backend.release(alive)
+        wait_until(lambda: isinstance(other.acquire(claim(name), Wait()), Granted), "the writer")
+        assert other.renew([dead]) == [Renewal.LOST]
+
     # Several locks
 
     def test_all_locks_or_none(self, backend, other, name):
@@ -282,10 +341,14 @@ class BackendInterface:
         # A claim that is sent twice gets the same grants.
         again = backend.acquire_all(claims)
         assert [each.token for each in again] == [each.token for each in granted]
-        assert backend.release_all([*grants, grants[0]]) == [True, True, True, False]
+        last = [grant(*each) for each in zip(claims, again, strict=True)]
+        assert backend.release_all([*last, last[0]]) == [True, True, True, False]
         assert other.holders([each.name for each in claims]) == {}
 
     def test_a_failed_release_leaves_no_other_lock(self, backend, other, name, monkeypatch):
+        if type(backend).acquire_all is not Backend.acquire_all:
+            pytest.skip("it takes all locks or none in one request")
+
         def release(given):
             if given.name.endswith(":1"):
                 raise BackendUnavailable("away")
@@ -309,12 +372,79 @@ class BackendInterface:
         held = take(other, claim(names[0]))
         sent, granted = backend.acquire_any(claims, Wait())
         assert sent == claims[1]
-        assert backend.acquire_any(claims, Wait()) == (sent, granted)
+        again, repeated = backend.acquire_any(claims, Wait())
+        assert (again, repeated.token) == (sent, granted.token)
         last = [claim(each)._replace(owner="of another process") for each in names]
         assert isinstance(other.acquire_any(last, Wait()), Held)
         assert backend.verify(grant(sent, granted))
         other.release(held)
         assert other.acquire_any(last, Wait())[0] == last[0]
+
+    # Shared locks
+
+    def test_readers_share_a_lock_and_exclude_a_writer(self, backend, other, name):
+        shares_locks(backend)
+        readers = [take(each, reader(name)) for each in (backend, other, other)]
+        assert all(map(backend.verify, readers))
+        refused = backend.acquire(claim(name), Wait())
+        assert refused.owner in ("", *(each.owner for each in readers))
+        assert other.renew(readers) == [Renewal.KEPT] * 3
+        for each in readers:
+            assert isinstance(backend.acquire(claim(name), Wait()), Held)
+            assert other.release(each)
+            assert not other.release(each)
+            assert not other.verify(each)
+        assert backend.release(take(backend, claim(name)))
+        assert name not in other.holders([name])
+
+    def test_a_writer_excludes_readers(self, backend, other, name):
+        shares_locks(backend)
+        writer = take(backend, claim(name))
+        refused = other.acquire(reader(name), Wait())
+        assert refused.owner in (writer.owner, "")
+        backend.release(writer)
+        assert other.release(take(other, reader(name)))
+
+    def test_a_shared_claim_may_be_sent_twice(self, backend, other, name):
+        shares_locks(backend)
+        sent = reader(name)
+        for _ in range(2):
+            taken = take(backend, sent)
+        assert backend.release(taken)
+        assert isinstance(other.acquire(claim(name), Wait()), Granted)
+
+    def test_a_dead_reader_expires_alone(self, backend, other, name):
+        shares_locks(backend)
+        if not backend.supports_ttl:
+            pytest.skip("such locks live as long as their session")
+        dead, alive = take(backend, reader(name, ttl=self.short)), take(other, reader(name))
+        wait_until(lambda: not backend.verify(dead), "a lease to expire")
+        assert other.verify(alive)
+        assert backend.renew([dead, alive]) == [Renewal.LOST, Renewal.KEPT]
+        assert isinstance(backend.acquire(claim(name), Wait()), Held)
+        assert other.release(alive)
+        assert isinstance(backend.acquire(claim(name), Wait()), Granted)
+
+    def test_a_waiting_writer_stops_new_readers(self, backend, other, make, name, waits):
+        shares_locks(backend)
+        waits_in_the_service(backend)
+        first = take(backend, reader(name))
+        sent = claim(name)
+        writer = waits(other, sent, Wait(SLACK))
+        wait_until(partial(is_waited_for, backend, name, 1), "a writer in the queue")
+        assert isinstance(backend.acquire(reader(name), Wait()), Held)
+        readers = []
+        for number in (2, 3):
+            readers.append((reader(name), make()))
+            readers[-1] += (waits(readers[-1][1], readers[-1][0], Wait(SLACK)),)
+            wait_until(partial(is_waited_for, backend, name, number), "a reader in the queue")
+        backend.release(first)
+        written = grant(sent, writer.result())
+        assert not any(waiter.answered.done() for *_, waiter in readers)
+        # They get in together.
+        other.release(written)
+        taken = [grant(sent, waiter.result()) for sent, _, waiter in readers]
+        assert all(map(backend.verify, taken))
 
     def test_a_closed_backend_may_be_used_again(self, backend, name):
         taken = take(backend, claim(name))
@@ -369,6 +499,11 @@ def is_waited_for(backend: Backend, name: str, count: int) -> bool:
     return backend.holders([name])[name].waiting == count
 
 
+def needs_readers(backend: Backend) -> None:
+    if not backend.supports_shared:
+        pytest.skip("it has no shared locks")
+
+
 def waits_in_the_service(backend: Backend) -> None:
     if not backend.supports_waiting:
         pytest.skip("the core polls")
@@ -377,6 +512,15 @@ def waits_in_the_service(backend: Backend) -> None:
 def claim(name: str, *, ttl: float = 30.0, fenced: bool = True) -> Claim:
     owner = new_owner()
     return Claim(name, owner.id, ttl, owner.identity, fenced)
+
+
+def reader(name: str, **more: Any) -> Claim:
+    return claim(name, **more)._replace(shared=True)
+
+
+def shares_locks(backend: Backend) -> None:
+    if not backend.supports_shared:
+        pytest.skip("it has no shared locks")
 
 
 def take(backend: Backend, sent: Claim) -> Grant:

@@ -173,6 +173,13 @@ class TestNames:
             task()
         assert ran == []
 
+    def test_have_no_limit(self):
+        with pytest.raises(TypeError, match="limit= is for one lock name"):
+            make("limited", limit=3)
+        task = make("limited", lambda task, arguments: ["a", "b"], limit=3)
+        with pytest.raises(TypeError, match="limit= is for one lock name"):
+            task()
+
 
 class TestRuns:
     @pytest.mark.parametrize("task", [skip, unfenced], ids=["fenced", "unfenced"])

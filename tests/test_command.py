@@ -86,7 +86,7 @@ def test_an_unavailable_service_is_reported(arguments, shown, error):
 
 def test_without_an_action_the_usage_names_them():
     usage = load_command_class("django_fencedlock", "fencedlock").create_parser("manage.py", "x")
-    assert "{list,show,release,doctor,resync}" in usage.format_usage()
+    assert "{list,show,release,trim,doctor,resync}" in usage.format_usage()
 
 
 class TestList:

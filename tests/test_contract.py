@@ -17,6 +17,7 @@ from django_fencedlock.test.contract import (
     ExpiryContract,
     LockContract,
     OutageContract,
+    SharedContract,
     WaitingContract,
 )
 from tests.backends import (
@@ -66,7 +67,7 @@ class Configured:
         sessions.close_all()
 
 
-class OnDatabase(Configured, LockContract, ExpiryContract):
+class OnDatabase(Configured, LockContract, ExpiryContract, SharedContract):
     @classmethod
     def fencedlock(cls):
         return {"BACKEND": DATABASE, "FENCE_DATABASE": cls.fence_database}
@@ -88,7 +89,7 @@ class TestDatabaseOnMariaDB(OnDatabase):
 
 
 @real("default", "postgres")
-class TestPostgres(Configured, LockContract, WaitingContract):
+class TestPostgres(Configured, LockContract, WaitingContract, SharedContract):
     @classmethod
     def fencedlock(cls):
         return {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}

@@ -71,7 +71,7 @@ def fence():
 
 
 def doubts(step):
-    return set(step._keeper.doubts)
+    return {owner for owner, _ in step._keeper.doubts}
 
 
 def release_doubts(keeper):
@@ -178,7 +178,7 @@ def test_a_process_paused_before_recording_is_refused_and_leaves_its_successor_a
     if lost_its_data:
         stub.tokens.clear()
     successor = take(present)
-    assert former._confirm(claim, granted) is None
+    assert former.confirm(claim, granted) is None
     assert fence() == (successor.token, successor.owner)
     assert present.backend.verify(successor)
 
@@ -195,7 +195,7 @@ def test_nothing_is_recorded_once_the_ttl_has_passed(make, monkeypatch):
         return found
 
     monkeypatch.setattr(step.backend, "verify", paused)
-    assert step._confirm(claim, granted) is None
+    assert step.confirm(claim, granted) is None
     assert not Fence.objects.filter(name="x").exists()
 
 
@@ -220,7 +220,7 @@ def test_the_fence_is_read_before_the_service_is_asked(make, stub, monkeypatch):
 
     monkeypatch.setattr(former.fences, "read", noting_read)
     monkeypatch.setattr(former.backend, "verify", then_overtaken)
-    assert former._confirm(claim, granted) is None
+    assert former.confirm(claim, granted) is None
     assert asked[:2] == ["read", "verify"]
     assert fence() == (asked[2].token, asked[2].owner)
 
@@ -242,7 +242,7 @@ def test_a_number_is_not_recorded_over_a_fence_that_a_crash_set_back(make, stub,
         return held
 
     monkeypatch.setattr(former.backend, "verify", then_crash)
-    assert former._confirm(claim, granted) is None
+    assert former.confirm(claim, granted) is None
     assert fence() == (1, successors[0].owner)
 
 
@@ -274,7 +274,7 @@ def test_a_restored_backup_gives_an_old_holder_the_key_and_no_write(make, stub):
 def test_what_is_due_before_it_is_recorded_is_renewed_first(step, stub, waited, is_renewed):
     claim = new_claim("x", 30)
     granted = step.backend.acquire(claim, Wait())
-    _, since = step._confirm(claim, granted._replace(since=granted.since - waited))
+    _, since = step.confirm(claim, granted._replace(since=granted.since - waited))
     assert (since > granted.since) == is_renewed
 
 
@@ -282,7 +282,7 @@ def test_what_was_lost_before_it_was_recorded_is_no_grant(step, stub):
     claim = new_claim("x", 30)
     granted = step.backend.acquire(claim, Wait())
     stub.locks.clear()
-    assert step._confirm(claim, granted._replace(since=granted.since - 15)) is None
+    assert step.confirm(claim, granted._replace(since=granted.since - 15)) is None
     assert not Fence.objects.exists()
 
 
@@ -542,6 +542,6 @@ def test_a_lock_whose_release_got_no_answer_leaves_no_row_and_a_doubt(leased, mo
         lease.release()
     service.keeper.clear()
     assert not HeldLock.objects.exists()
-    assert set(service.keeper.doubts) == {lease.owner_id}
+    assert set(service.keeper.doubts) == {(lease.owner_id, lease.name)}
     release_doubts(service.keeper)
     assert not service.backend.holders(["x"])

@@ -14,17 +14,19 @@ from functools import partial
 import pytest
 from django.db import connections, transaction
 
-from django_fencedlock import lock, locks
+from django_fencedlock import acquiring, lock, lock_all, lock_sets, locks
 from django_fencedlock.backends import database
 from django_fencedlock.backends.postgres import backend as postgres_backend
 from django_fencedlock.backends.postgres import holding
 from django_fencedlock.backends.redis import backend as redis_backend
 from django_fencedlock.backends.redis import connections as redis_connections
-from django_fencedlock.core import grants, jobs, keeper, manager
+from django_fencedlock.core import endings, grants, jobs, keeper, manager, set_grants
 from django_fencedlock.core.grants import Grants
 from django_fencedlock.core.identity import current_holder
 from django_fencedlock.core.manager import Service, give_back_left_over, service
 from django_fencedlock.core.runtime import clock
+from django_fencedlock.core.set_grants import SetAcquire
+from django_fencedlock.lease_context import held_names
 from django_fencedlock.storage import connections as sessions
 from tests.servers.process import wait_until
 
@@ -35,6 +37,7 @@ pytestmark = [
 
 #: Where the interrupts hit.
 MODULES = [locks, manager, grants, keeper, sessions, database, postgres_backend, holding, jobs]
+MODULES += [acquiring, endings, lock_sets, set_grants]
 FILES = {each.__file__ for each in (*MODULES, redis_backend, redis_connections)}
 
 
@@ -82,9 +85,13 @@ def backend(backend):
         pass
     found = service("default").backend
     yield found
-    if isinstance(found, database.DatabaseBackend):
-        # A interrupt before a call of C, which no signal does, loses a place of the pool.
-        room = found._sessions._room
+    refill(found)
+
+
+def refill(backend):
+    """Give back places of the pool: an interrupt before a call of C, which no signal does."""
+    if isinstance(backend, database.DatabaseBackend):
+        room = backend._sessions._room
         while room.qsize() < sessions.MAX_CONNECTIONS:
             room.put(room)
 
@@ -149,6 +156,59 @@ def acquire_interrupted(how, place, name="x{}", timeout=0, begins=Grants.acquire
     return was_interrupted
 
 
+@pytest.mark.parametrize("how", ["acquire", "with"])
+def test_no_line_leaves_a_lock_of_a_set(backend, monkeypatch, how):
+    monkeypatch.setattr(keeper, "FIRST_DOUBT", 0.01)
+
+    def wait_until_free(place):
+        names = [f"{each}{place}" for each in "xyz"]
+        refill(backend)
+        wait_until(lambda: not backend.holders(names), f"free locks, {place}", 20)
+
+    interrupted_everywhere(partial(acquire_set_interrupted, how), wait_until_free, least=60)
+
+
+def acquire_set_interrupted(how, place):
+    outer = lock(f"y{place}").acquire()
+    mine = lock_all([f"{each}{place}" for each in "xyz"], blocking_timeout=0)
+    interrupt, leases = InterruptAt(place, Service.acquire_all), None
+    with interrupt:
+        if how == "acquire":
+            leases = mine.acquire()
+        else:
+            with mine:
+                interrupt.end()
+    was_interrupted = interrupt.left <= 0
+    if leases is not None:
+        leases.release()
+    # It was there before, and stays.
+    assert (outer.entries, outer.to_release) == (1, 1)
+    outer.release()
+    assert held_names() == ()
+    connections.close_all()
+    return was_interrupted
+
+
+def test_no_line_of_a_wait_for_a_set_leaves_a_lock(backend, monkeypatch):
+    monkeypatch.setattr(keeper, "FIRST_DOUBT", 0.01)
+
+    def wait_until_free(place):
+        names = [f"x{place}", f"z{place}"]
+        refill(backend)
+        wait_until(lambda: not backend.holders(names), f"free locks, {place}", 20)
+
+    def wait_interrupted(place):
+        interrupt = InterruptAt(place, SetAcquire.run)
+        mine = lock_all(f"x{place}", "y", f"z{place}", blocking_timeout=0.05)
+        with interrupt:
+            assert mine.acquire() is None
+        connections.close_all()
+        return interrupt.left <= 0
+
+    with lock("y"):
+        interrupted_everywhere(wait_interrupted, wait_until_free, least=60)
+
+
 def test_no_line_of_a_release_leaves_a_lock(backend, monkeypatch):
     monkeypatch.setattr(keeper, "FIRST_DOUBT", 0.01)
 
@@ -156,6 +216,26 @@ def test_no_line_of_a_release_leaves_a_lock(backend, monkeypatch):
         wait_until(lambda: not backend.holders([f"x{place}"]), "a free lock")
 
     interrupted_everywhere(release_interrupted, wait_until_free)
+
+
+def test_no_line_of_a_release_leaves_a_lock_of_a_set(backend, monkeypatch):
+    monkeypatch.setattr(keeper, "FIRST_DOUBT", 0.01)
+
+    def wait_until_free(place):
+        names = [f"x{place}", f"y{place}"]
+        refill(backend)
+        wait_until(lambda: not backend.holders(names), f"free locks, {place}")
+
+    def release_set_interrupted(place):
+        began, leases = clock(), lock_all(f"x{place}", f"y{place}").acquire()
+        with (interrupt := InterruptAt(place, Service.release)):
+            leases.release()
+        interrupt.end()
+        give_back_left_over(began)
+        connections.close_all()
+        return interrupt.left <= 0
+
+    interrupted_everywhere(release_set_interrupted, wait_until_free)
 
 
 @pytest.mark.parametrize("backend", ["redis"], indirect=True)

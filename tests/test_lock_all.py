@@ -1,26 +1,20 @@
 """`fencing.lock_all()`: the locks of many rows, all of them or none."""
 
-import contextlib
-import itertools
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import models
 
-from django_fencedlock import LeaseLost, LockNotAcquired, current_lease, lock
+from django_fencedlock import LeaseLost, LockNotAcquired
 from django_fencedlock.core.manager import service
-from django_fencedlock.lease import held_names
-from django_fencedlock.models import fencing
-from django_fencedlock.models.fencing import LockSet
+from django_fencedlock.lease_context import held_names
+from django_fencedlock.models import Fencing
 from django_fencedlock.test import assert_locked, assert_not_locked, hold_lock, lose_lease
-from tests import test_interrupted_locks
 from tests.failing import unavailable
 from tests.models import Account, Called, Invoice, LedgerLine, Shelf, Truck, Vehicle
 from tests.servers.process import wait_until
-from tests.test_interrupted_locks import InterruptAt
 from tests.test_write_paths import awaited
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -108,18 +102,23 @@ def test_one_that_is_held_by_another_holder_leaves_none(rows):
         assert caught.value.name == NAMES[2]
         assert str(caught.value.holder) == str(other.holder)
         assert str(other.holder) in str(caught.value)
+        assert list(caught.value.holders) == [NAMES[2]]
         for name in (NAMES[0], NAMES[1], NAMES[3]):
             assert_not_locked(name)
     with locks:  # Once more.
         assert_locked(NAMES[2])
 
 
-def test_the_time_to_wait_is_for_all_locks_together(rows, monkeypatch, settings):
+def test_the_options_are_those_of_lock(rows, settings):
     settings.FENCEDLOCK = {"default": {"BLOCKING_TIMEOUT": 2.5}}
-    for options in ({}, {"blocking_timeout": 2.5}):
-        monkeypatch.setattr(fencing, "clock", itertools.count().__next__)
-        found = Invoice.fencing.lock_all(rows, **options)._locks(NAMES)
-        assert [each.blocking_timeout for each in found] == [1.5, 0.5, 0, 0]
+    assert Invoice.fencing.lock_all(rows).blocking_timeout == 2.5
+    assert Invoice.fencing.lock_all(rows, blocking_timeout=0.5).blocking_timeout == 0.5
+    assert Invoice.fencing.lock_all(rows, blocking_timeout=None).blocking_timeout == float("inf")
+    locks = Invoice.fencing.lock_all(rows, required=False, blocking_timeout=0)
+    with hold_lock(NAMES[2]), locks as leases:
+        assert leases is None
+    with locks as leases:
+        assert list(leases) == NAMES
 
 
 def test_a_lease_that_is_lost_is_an_error_at_the_end(rows):
@@ -144,50 +143,31 @@ def test_a_release_that_fails_keeps_no_other_lock(rows, monkeypatch):
         monkeypatch.setattr(backend, "release", fail_once)
     monkeypatch.undo()
     for name in (NAMES[0], NAMES[2], NAMES[3]):
-        assert_not_locked(name)
+        wait_until(lambda name=name: not backend.holders([name]), f"{name} is free")
 
 
-def test_a_set_is_entered_once_at_a_time(rows):
-    locks = Invoice.fencing.lock_all(rows)
-    with locks:
-        with pytest.raises(RuntimeError, match=r"Invoice\.fencing\.lock_all\(\) was entered alr"):
-            locks.__enter__()
-        assert current_lease(NAMES[0])
+def test_a_set_may_be_entered_again_and_by_other_holders(rows):
+    locks = Invoice.fencing.lock_all(rows, blocking_timeout=0)
+    with locks as outer, locks as inner:
+        assert dict(outer) == dict(inner)
+        with ThreadPoolExecutor(1) as other, pytest.raises(LockNotAcquired):
+            other.submit(locks.__enter__).result()
         with Invoice.fencing.lock_all(rows):
             pass
         assert_locked(NAMES[0])
+    for name in NAMES:
+        assert_not_locked(name)
 
 
-def test_a_set_that_another_thread_has_entered_acquires_nothing(rows):
-    locks = Invoice.fencing.lock_all(iterated := IteratedElsewhere())
-    refused = pytest.raises(RuntimeError, match="was entered already")
-    with ThreadPoolExecutor(1) as other:
-        entering = other.submit(lambda: locks.__enter__())
-        assert iterated.begun.wait(10)
-        with refused:
-            locks.__enter__()
-        with refused:
-            awaited(locks.__aenter__)
-        iterated.goes_on.set()
-        (lease,) = entering.result().values()
-        with refused:
-            locks.__enter__()
-        assert lease.verify()
-        other.submit(locks.__exit__, None, None, None).result()
-    with locks:
-        assert_locked(NAMES[0])
-
-
-class IteratedElsewhere(list):
-    """Rows that one thread reads while another enters the same set."""
-
-    def __init__(self):
-        self.begun, self.goes_on = threading.Event(), threading.Event()
-
-    def __iter__(self):
-        self.begun.set()
-        assert self.goes_on.wait(10)
-        return iter([Invoice(pk=10)])
+def test_rows_of_another_alias_are_an_error(rows, settings, monkeypatch):
+    settings.FENCEDLOCK = {"default": {}, "other": {}}
+    monkeypatch.setattr(Truck, "fencing", Fencing(backend="other"))
+    trucks = [Truck(pk=1), Vehicle(pk=2)]
+    text = "rows of Truck, whose locks are of alias 'other', not 'default'"
+    with pytest.raises(ValueError, match=text), Vehicle.fencing.lock_all(trucks):
+        pytest.fail("the block was entered")
+    with Vehicle.fencing.lock_all(trucks, backend="default") as leases:
+        assert {lease.alias for lease in leases.values()} == {"default"}
 
 
 def enter(rows):
@@ -232,21 +212,3 @@ def test_what_is_wrong_is_said(call, error, text):
     Shelf.objects.create()
     with pytest.raises(error, match=re.escape(text)):
         call()
-
-
-@pytest.mark.slow
-def test_an_interrupt_at_any_line_leaves_no_lock(rows, monkeypatch):
-    files = {fencing.__file__, contextlib.__file__}
-    monkeypatch.setattr(test_interrupted_locks, "FILES", files)
-    for place in itertools.count(1):
-        is_entered = False
-        interrupt = InterruptAt(place, LockSet.__enter__)
-        with interrupt, Invoice.fencing.lock_all(rows[:2]):
-            interrupt.end()
-            is_entered = True
-        for name in NAMES[2:]:
-            wait_until(lambda name=name: lock(name).holder() is None, f"{name} is free")
-        assert held_names() == ()
-        if is_entered:
-            break
-    assert place > 30

@@ -140,7 +140,7 @@ MISTAKES = [
     (
         lambda: lock("x", tl=3),
         "TypeError: lock() has no argument tl. Did you mean 'ttl'? "
-        "Known keys: backend, blocking_timeout, fenced, required, ttl.",
+        "Known keys: backend, blocking_timeout, fenced, limit, required, shared, ttl.",
     ),
     (
         lambda: lock("x").release(),

@@ -140,7 +140,7 @@ def test_a_failed_release_is_a_warning(records, monkeypatch):
     with lock("x") as lease:
         monkeypatch.setattr(service("default").backend, "release", unavailable)
     (record,) = records
-    assert (record.name, record.levelname) == ("django_fencedlock.core.manager", "WARNING")
+    assert (record.name, record.levelname) == ("django_fencedlock.core.endings", "WARNING")
     message = "Lock 'x' couldn't be released, and is left to expire: no answer"
     assert record.getMessage() == message
     assert facts(record) == facts_of(lease, reason="no answer")

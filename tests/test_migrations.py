@@ -77,7 +77,9 @@ def test_a_grant_writes_no_unused_index() -> None:
             cursor.execute(
                 "SELECT indisprimary FROM pg_index WHERE indrelid = %s::regclass", [table]
             )
-            assert cursor.fetchall() == [(True,)], table
+            # The rows of held locks have a key for the admin, and their name and slot are unique.
+            found = sorted(cursor.fetchall(), reverse=True)
+            assert found == [(True,), (False,)][: 2 if model is HeldLock else 1], table
             # Django makes a second one for "varchar", which is the same type.
             cursor.execute(
                 "SELECT format_type(atttypid, atttypmod) FROM pg_attribute "

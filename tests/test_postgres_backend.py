@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from django.core.management import call_command
 from django.db import connections
 from django.utils import timezone
 
-from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
+from django_fencedlock.backends.interface import SHARED, Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.postgres import PostgresBackend, holding
 from django_fencedlock.backends.postgres import backend as backend_module
 from django_fencedlock.backends.postgres.holding import MAX_IDLE
@@ -115,6 +115,26 @@ def waits(backend, name, seconds=20.0, **terms):
     return grant(sent, answer)
 
 
+def take_all(backend, claims):
+    answer = backend.acquire_all(claims)
+    assert isinstance(answer, list), answer
+    return [grant(*each) for each in zip(claims, answer, strict=True)]
+
+
+def anew(claims):
+    """Return claims of the same locks by other owners."""
+    return [claim(each.name, fenced=each.fenced) for each in claims]
+
+
+def names(claims):
+    return {each.name for each in claims}
+
+
+def held_names(claims):
+    rows = HeldLock.objects.using(ALIAS).filter(name__in=names(claims))
+    return set(rows.values_list("name", flat=True))
+
+
 def row_of(name):
     return HeldLock.objects.using(ALIAS).filter(name=name)
 
@@ -137,7 +157,7 @@ def waiting(postgres, count):
 
 
 def queued(backend, name, count):
-    queues, key = backend._local._queues, backend._key(name)
+    queues, key = backend._local._queues, backend._requests.key(name)
     wait_until(lambda: len(queues.get(key, ())) == count, f"{count} queued threads")
 
 
@@ -256,7 +276,7 @@ class TestGrants:
             assert held.session_pid
 
     def test_only_advisory_locks_of_this_database_count(self, postgres, backend, name, threads):
-        key = backend._key(name)
+        key = backend._requests.key(name)
         low = key & 0xFFFFFFFF
         with postgres.connect() as elsewhere, in_database(postgres) as here:
             elsewhere.execute("SELECT pg_advisory_lock(%s)", [key])
@@ -288,6 +308,449 @@ class TestGrants:
         with pytest.raises(BackendUnavailable, match="read-only"):
             backend.acquire(claim(name), Wait())
         assert not peer.holders([name])
+
+
+@pytest.fixture
+def claims(name):
+    return [claim(f"{name}:{number}") for number in range(3)]
+
+
+class TestSets:
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_a_set_is_taken_refused_and_released_by_one_statement_each(
+        self, postgres, backend, peer, claims, fenced
+    ):
+        claims = [each._replace(fenced=fenced) for each in claims]
+        for each in (backend, peer):
+            each.release_all(take_all(each, claims))
+        with postgres.statements() as counted:
+            taken = take_all(backend, claims)
+            if fenced:
+                assert peer.acquire_all(anew(claims)).keys() == names(claims)
+            assert backend.release_all(taken) == [True] * 3
+        assert sum(counted.values()) == 2 + fenced, counted
+        assert [each.token for each in taken] == [3 if fenced else None] * 3
+        assert not held_names(claims)
+
+    def test_each_lock_of_a_set_is_recorded(self, backend, claims):
+        taken = take_all(backend, claims)
+        assert backend.renew(taken) == [Renewal.KEPT] * 3
+        for each in taken:
+            row = row_of(each.name).get()
+            assert (row.owner, row.token, row.pid) == (each.owner, each.token, os.getpid())
+            assert row.session_key == backend._requests.key(each.name)
+        assert backend.release_all([each._replace(handle=None) for each in taken]) == [True] * 3
+        assert backend.release_all([]) == []
+
+    def test_a_refusal_names_the_holder_of_each_lock_and_changes_nothing(
+        self, backend, peer, claims
+    ):
+        peer.release_all(take_all(peer, claims))
+        first = take(peer, claim(claims[0].name))
+        last = take(peer, claim(claims[2].name, fenced=False))
+        refused = backend.acquire_all(claims)
+        assert refused[first.name].owner == first.owner
+        assert f"pid {os.getpid()}" in refused[last.name].identity
+        assert refused.keys() == {first.name, last.name}
+        # One of this process excludes as well.
+        mine = take(backend, claim(claims[1].name))
+        assert backend.acquire_all(claims).keys() == {mine.name}
+        assert held_names(claims) == {first.name, mine.name}
+        assert len(backend._local.by_key) == 1
+        peer.release_all([first, last])
+        backend.release(mine)
+        assert [each.token for each in take_all(peer, claims)] == [3, 3, 2]
+
+    def test_locks_that_the_owners_had_before_go_as_well(self, backend, peer, claims):
+        assert backend.release_all(take_all(backend, claims[:1])) == [True]
+        take(peer, claims[2])
+        take(backend, claims[0])
+        assert backend.acquire_all(anew(claims[2:])).keys() == {claims[2].name}
+        assert backend.acquire_all(anew(claims[:2]) + claims[2:]).keys() == {claims[0].name}
+        assert backend.acquire_all(claims[:2] + anew(claims[2:])).keys() == {claims[2].name}
+        assert not backend._local.by_key
+        assert held_names(claims) == {claims[2].name}
+        first = take(backend, claims[0])
+        taken = take_all(backend, claims[:2])
+        assert (taken[0].token, taken[0].handle) == (first.token, first.handle)
+
+    @pytest.mark.parametrize("other", [{"alias": "other"}, {"backend": "redis"}])
+    def test_a_name_that_is_live_elsewhere_refuses_the_set(self, backend, peer, claims, other):
+        before = take(peer, claims[1])
+        row_of(before.name).update(**other)
+        end_sessions(peer)
+        wait_until(lambda: not backend.holders([before.name]), "the end of the session")
+        refused = backend.acquire_all(anew(claims))
+        row = row_of(before.name).get()
+        assert {name: (held.alias, held.label, held.owner) for name, held in refused.items()} == {
+            before.name: (row.alias, row.backend, row.owner)
+        }
+        assert not backend._local.by_key
+        assert not backend.holders(names(claims))
+        assert held_names(claims) == {before.name}
+
+    def test_a_pinned_fence_refuses_the_set_and_holds_nothing(
+        self, postgres, backend, peer, claims
+    ):
+        peer.release_all(take_all(peer, claims))
+        table = Fence._meta.db_table
+        with in_database(postgres) as writer:
+            writer.execute("BEGIN")
+            writer.execute(f"SELECT 1 FROM {table} WHERE name = %s FOR SHARE", [claims[1].name])
+            assert backend.acquire_all(claims) == dict.fromkeys(names(claims), Held())
+            assert not backend.holders(names(claims))
+            taken = take_all(backend, [claims[0], claims[2]])
+            assert [each.token for each in taken] == [2, 2]
+
+    def test_a_read_only_server_is_no_grant_and_no_lock(self, backend, peer, claims):
+        read_only = "SELECT set_config('default_transaction_read_only', 'on', false)"
+        backend._local.ask(lambda: backend._local.session(30.0).all(read_only, {}))
+        with pytest.raises(BackendUnavailable, match="read-only"):
+            backend.acquire_all(claims)
+        assert not peer.holders(names(claims))
+
+    def test_a_set_whose_caller_has_left_is_released(self, backend, claims, threads):
+        go_on = threading.Event()
+        send = backend._requests._send
+
+        def slowly(*given):
+            answers = send(*given)
+            assert go_on.wait(20)
+            return answers
+
+        backend._requests._send = slowly
+        backend._local._timeout = 0.1
+        with pytest.raises(BackendUnavailable, match="no answer"):
+            backend.acquire_all(claims)
+        backend._local._timeout = 20
+        assert backend._local.by_key
+        go_on.set()
+        wait_until(lambda: not backend._local.by_key, "the release")
+        assert not backend.holders(names(claims))
+
+    def test_a_lock_that_was_waited_for_is_released_with_the_others(
+        self, postgres, backend, peer, claims, threads
+    ):
+        before = take(peer, claims[0])
+        asked = threads(waits, backend, before.name)
+        waiting(postgres, 1)
+        peer.release(before)
+        taken = [asked.result(20), *take_all(backend, claims[1:])]
+        with postgres.statements() as counted:
+            assert backend.release_all(taken) == [True] * 3
+        assert sum(counted.values()) == 2
+        assert len(idle(backend)) == 1
+
+    def test_a_session_that_fails_keeps_no_locks_of_others(
+        self, postgres, backend, peer, claims, threads, name
+    ):
+        taken = take_all(backend, claims)
+        other = take(backend, claim(name, fenced=False))
+        drop = f"SELECT 1 FROM {HeldLock._meta.db_table} FOR UPDATE"
+        with in_database(postgres) as writer:
+            writer.execute("BEGIN")
+            writer.execute(drop)
+            # The rows stay, and the keys are free.
+            assert backend.release_all([*taken, other]) == [True] * 4
+        assert not backend.holders([*names(claims), name])
+        taken = [*take_all(backend, claims), take(backend, claim(name, ttl=7))]
+        terminate(postgres, taken[0])
+        assert backend.release_all(taken) == [False] * 3 + [True]
+
+    def test_a_set_counts_as_many_locks(self, make, claims):
+        backend = make(MAX_LOCKS=2)
+        with pytest.raises(BackendUnavailable, match=r"the 2 that .*MAX_LOCKS"):
+            backend.acquire_all(claims)
+        assert take_all(backend, claims[1:])
+
+    @pytest.mark.slow
+    def test_two_processes_with_sets_that_overlap_never_hold_a_name_both(self, make, name, threads):
+        wanted = [f"{name}:{number}" for number in range(8)]
+        inside, overlaps, count = Counter(), [], Counter()
+
+        def work(backend, seed):
+            draw = random.Random(seed)
+            while count[seed] < 100:
+                mine = sorted(draw.sample(wanted, 3))
+                sent = [claim(each) for each in mine]
+                answer = backend.acquire_all(sent)
+                if isinstance(answer, dict):
+                    assert answer
+                    continue
+                for each in mine:
+                    inside[each] += 1
+                    overlaps.extend([each] * (inside[each] != 1))
+                count[seed] += 1
+                for each in mine:
+                    inside[each] -= 1
+                grants = [grant(*each) for each in zip(sent, answer, strict=True)]
+                assert backend.release_all(grants) == [True] * 3
+
+        backends = [make(), make()]
+        runs = [threads(work, backends[seed % 2], seed) for seed in range(6)]
+        for run in runs:
+            run.result(120)
+        assert not overlaps
+        assert not backends[0].holders(wanted)
+
+
+def reader(name, **terms):
+    return claim(name, **terms)._replace(shared=True)
+
+
+def fence_of(name):
+    return Fence.objects.using(ALIAS).values_list("token", "owner").get(name=name)
+
+
+class TestReaders:
+    def test_readers_share_a_lock_and_exclude_a_writer(self, postgres, backend, peer, name):
+        backend.release(take(backend, claim(name)))
+        with postgres.statements() as counted:
+            taken = [take(each, reader(name)) for each in (backend, backend, peer)]
+        # One each, and two to open a session.
+        assert sum("advisory_lock_shared" in text for text in counted.elements()) == 3, counted
+        assert [each.token for each in taken] == [2, 2, 2]
+        assert fence_of(name) == (2, SHARED)
+        readers = {each.owner for each in taken}
+        for each in (backend, peer):
+            held = each.acquire(claim(name), Wait())
+            assert held.owner in readers
+            assert held.shared
+        for each in taken:
+            assert isinstance(backend.acquire(claim(name), Wait()), Held)
+            assert isinstance(peer.acquire(claim(name), Wait()), Held)
+            assert (peer if each is taken[2] else backend).release(each)
+        assert take(peer, claim(name)).token == 3
+        held = backend.acquire(reader(name), Wait())
+        assert isinstance(held, Held)
+        assert not held.shared
+
+    def test_each_reader_has_a_row_and_is_renewed_by_itself(self, backend, peer, name):
+        taken = [take(each, reader(name)) for each in (backend, backend, peer)]
+        assert set(row_of(name).values_list("owner", flat=True)) == {each.owner for each in taken}
+        assert backend.renew(taken[:2]) == [Renewal.KEPT] * 2
+        row_of(name).filter(owner=taken[0].owner).delete()
+        assert backend.renew(taken[:2]) == [Renewal.LOST, Renewal.KEPT]
+        assert backend.verify(taken[1])
+        assert peer.renew([taken[2]]) == [Renewal.KEPT]
+
+    def test_a_reader_that_is_released_by_force_leaves_the_others(self, backend, peer, name):
+        first, second = take(backend, reader(name)), take(backend, reader(name))
+        notes = ForcedRelease.objects.using(ALIAS)
+        notes.create(owner=first.owner, name=name, released_by="me", released_at=timezone.now())
+        assert backend.renew([first, second]) == [Renewal.LOST, Renewal.KEPT]
+        assert isinstance(peer.acquire(claim(name), Wait()), Held)
+        assert backend.release(second)
+        assert take(peer, claim(name))
+
+    def test_a_look_up_shows_all_readers(self, backend, peer, name):
+        taken = [take(each, reader(name)) for each in (backend, backend, peer)]
+        held = peer.holders([name])[name]
+        assert held.owner == taken[0].owner
+        assert {each.owner for each in (held, *held.others)} == {each.owner for each in taken}
+        assert {(each.shared, each.token) for each in (held, *held.others)} == {(True, 1)}
+
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_a_reader_elsewhere_refuses_a_claim(self, backend, peer, name, shared):
+        first = take(peer, reader(name))
+        row_of(name).update(alias="other")
+        end_sessions(peer)
+        wait_until(lambda: not backend.holders([name]), "the end of the session")
+        refused = claim(name)._replace(shared=shared)
+        held = backend.acquire(refused, Wait())
+        assert (held.alias, held.owner) == ("other", first.owner)
+        if not shared:
+            assert backend.acquire_all([claim(f"{name}-"), refused])[name].alias == "other"
+        assert not backend._local.by_key
+        assert not backend.holders([name])
+
+    def test_a_writer_elsewhere_refuses_a_reader(self, backend, peer, name):
+        first = take(peer, claim(name))
+        row_of(name).update(alias="other")
+        end_sessions(peer)
+        wait_until(lambda: not backend.holders([name]), "the end of the session")
+        held = backend.acquire(reader(name), Wait())
+        assert (held.alias, held.owner) == ("other", first.owner)
+        assert not backend.holders([name])
+        assert fence_of(name) == (1, first.owner)
+
+    def test_the_rows_of_dead_readers_stop_no_writer(self, backend, peer, make, name):
+        former = [take(peer, reader(name)) for _ in range(3)]
+        end_sessions(peer)
+        wait_until(lambda: not backend.holders([name]), "the end of the session")
+        writer = take(backend, claim(name))
+        held = make().acquire(claim(name), Wait())
+        assert held.owner == writer.owner
+        assert peer.renew(former) == [Renewal.LOST] * 3
+
+    def test_the_first_reader_of_a_new_name_raises_its_fence(self, backend, name):
+        assert take(backend, reader(name)).token == 1
+        assert take(backend, reader(name)).token == 1
+
+    def test_a_reader_after_a_forced_release_raises_the_fence(self, backend, peer, name):
+        take(backend, reader(name))
+        Fence.objects.using(ALIAS).filter(name=name).update(token=7, owner="")
+        assert take(backend, reader(name)).token == 8
+        assert take(peer, reader(name)).token == 8
+
+    def test_a_reader_does_not_wait_for_the_transaction_of_another(
+        self, postgres, backend, peer, name
+    ):
+        take(backend, reader(name))
+        with in_database(postgres) as pin:
+            pin.execute("BEGIN")
+            pin.execute(f"SELECT 1 FROM {Fence._meta.db_table} FOR SHARE")
+            assert take(peer, reader(name)).token == 1
+            assert take(backend, reader(name)).token == 1
+
+    def test_a_pinned_fence_of_a_writer_delays_the_first_reader_and_holds_nothing(
+        self, postgres, backend, peer, name
+    ):
+        peer.release(take(peer, claim(name)))
+        with in_database(postgres) as writer:
+            writer.execute("BEGIN")
+            writer.execute(f"SELECT 1 FROM {Fence._meta.db_table} FOR SHARE")
+            assert backend.acquire(reader(name), Wait()) == Held()
+            assert backend.acquire(reader(name), Wait(0.4)) == Held()
+            assert not backend.holders([name])
+            writer.execute("ROLLBACK")
+        assert take(backend, reader(name)).token == 2
+
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_a_waiting_writer_stops_new_readers_of_all_processes(
+        self, postgres, backend, peer, make, name, threads, fenced
+    ):
+        first = take(backend, reader(name, fenced=fenced))
+        asked = threads(waits, peer, name, fenced=fenced)
+        waiting(postgres, 1)
+        for each in (backend, peer, make()):
+            assert isinstance(each.acquire(reader(name, fenced=fenced), Wait()), Held)
+        late = threads(backend.acquire, reader(name, fenced=fenced), Wait(20))
+        waiting(postgres, 2)
+        assert backend.release(first)
+        writer = asked.result(20)
+        assert not late.done()
+        assert peer.release(writer)
+        assert isinstance(late.result(20), Granted)
+        if fenced:
+            assert (writer.token, late.result().token) == (2, 3)
+
+    def test_readers_that_waited_read_the_fence_of_the_writer_before_them(
+        self, postgres, backend, peer, make, name, threads
+    ):
+        # Their snapshots are of the time when readers had the fence.
+        first, second, third = take(peer, reader(name)), make(), make()
+        writer = threads(waits, backend, name)
+        waiting(postgres, 1)
+        late = []
+        for each in (second, third):
+            late.append(threads(each.acquire, reader(name), Wait(20)))
+            waiting(postgres, 1 + len(late))
+        peer.release(first)
+        writer = writer.result(20)
+        assert writer.token == 2
+        backend.release(writer)
+        assert [each.result(20).token for each in late] == [3, 3]
+        assert fence_of(name) == (3, SHARED)
+
+    def test_readers_of_one_process_wait_on_one_session(
+        self, postgres, backend, peer, name, threads
+    ):
+        writer = take(peer, claim(name))
+        asked = [threads(backend.acquire, reader(name), Wait(20)) for _ in range(20)]
+        queued(backend, name, 20)
+        waiting(postgres, 1)
+        peer.release(writer)
+        assert {each.result(20).token for each in asked} == {2}
+        # The one that waited, and the shared one.
+        held = backend._local.by_key[backend._requests.key(name)]
+        assert len(held) == 20
+        assert len({hold.session for hold in held.values()}) == 2
+        for each in asked:
+            hold = each.result().handle
+            assert backend.release(grant(hold.claim, each.result()))
+        assert not backend.holders([name])
+
+    def test_a_writer_that_polls_stops_new_readers_of_its_process(
+        self, postgres, make, peer, name, threads
+    ):
+        backend = make(MAX_WAITERS=1)
+        busy = take(peer, claim(f"{name}:other"))
+        other = threads(backend.acquire, claim(f"{name}:other"), Wait(20))
+        waiting(postgres, 1)
+        first = take(backend, reader(name))
+        writer = threads(waits, backend, name)
+        queued(backend, name, 1)
+        held = backend.acquire(reader(name), Wait())
+        assert (held.owner, held.shared) == (first.owner, True)
+        backend.release(first)
+        assert writer.result(20).token == 2
+        assert not other.done()
+        peer.release(busy)
+        other.result(20)
+
+    def test_an_error_of_one_reader_leaves_the_others_their_lock(
+        self, postgres, backend, peer, name
+    ):
+        first = take(backend, reader(name))
+        read_only = "SELECT set_config('default_transaction_read_only', %(value)s, false)"
+        session = first.handle.session
+        backend._local.ask(lambda: session.all(read_only, {"value": "on"}))
+        with pytest.raises(BackendUnavailable, match="read-only"):
+            backend.acquire(reader(name), Wait())
+        backend._local.ask(lambda: session.all(read_only, {"value": "off"}))
+        assert backend.verify(first)
+        second = take(backend, reader(name))
+        assert backend.release(second)
+        assert isinstance(peer.acquire(claim(name), Wait()), Held)
+        assert backend.release(first)
+        assert take(peer, claim(name))
+
+    def test_a_failed_first_reader_leaves_no_lock(self, backend, peer, name):
+        read_only = "SELECT set_config('default_transaction_read_only', 'on', false)"
+        backend._local.ask(lambda: backend._local.session(30.0).all(read_only, {}))
+        with pytest.raises(BackendUnavailable, match="read-only"):
+            backend.acquire(reader(name), Wait())
+        assert not peer.holders([name])
+
+    @pytest.mark.slow
+    def test_a_stream_of_readers_does_not_starve_writers(self, make, name, threads):
+        ended = threading.Event()
+        reading, writing, overlaps = set(), set(), []
+
+        def read(backend):
+            count = 0
+            while not ended.is_set():
+                sent = reader(name)
+                answer = backend.acquire(sent, Wait(20))
+                reading.add(sent.owner)
+                overlaps.extend(writing)
+                reading.discard(sent.owner)
+                assert backend.release(grant(sent, answer))
+                count += 1
+            return count
+
+        def write(backend):
+            tokens = []
+            for _ in range(20):
+                taken = waits(backend, name)
+                overlaps.extend(writing)
+                writing.add(taken.owner)
+                overlaps.extend(reading)
+                writing.discard(taken.owner)
+                tokens.append(taken.token)
+                assert backend.release(taken)
+            return tokens
+
+        backends = [make(), make(), make()]
+        readers = [threads(read, each) for each in backends for _ in range(4)]
+        writers = [threads(write, each) for each in backends[:2]]
+        tokens = [token for each in writers for token in each.result(120)]
+        ended.set()
+        assert sum(each.result(30) for each in readers) > 40
+        assert not overlaps
+        assert len(set(tokens)) == 40
+        assert not backends[0].holders([name])
 
 
 class TestRenewals:
@@ -326,13 +789,13 @@ class TestRenewals:
     def test_a_key_that_another_session_has_or_that_was_released_by_force_is_lost(
         self, backend, peer, name, fenced, by_force
     ):
-        taken, key = take(backend, claim(name, fenced=fenced)), backend._key(name)
+        taken, key = take(backend, claim(name, fenced=fenced)), backend._requests.key(name)
         assert backend.renew([taken]) == [Renewal.KEPT]
         if by_force:
             facts = {"owner": taken.owner, "name": name, "released_by": "x"}
             ForcedRelease.objects.using(ALIAS).create(released_at=timezone.now(), **facts)
         else:
-            backend._local.ask(lambda: taken.handle.session.unlock(key))
+            backend._local.ask(lambda: taken.handle.session.unlock([key]))
             take(peer, claim(name, fenced=False))
         assert not backend.verify(taken)
         assert backend.renew([taken]) == [Renewal.LOST]
@@ -409,6 +872,16 @@ class TestWaiting:
         peer.release(taken)
         assert not peer.holders([name])
         assert len(idle(backend)) == 1
+
+    def test_short_waits_one_after_the_other_use_one_session(
+        self, postgres, backend, peer, name, taken
+    ):
+        other = take(peer, claim(f"{name}:other"))
+        assert refused(backend, name, 0.1)
+        before = sorted(sessions(postgres))
+        for each in (other.name, name, other.name):
+            assert refused(backend, each, 0.1)
+        assert sorted(sessions(postgres)) == before
 
     @pytest.mark.parametrize("fenced", [True, False])
     def test_a_lease_counts_from_before_the_wait(
@@ -536,6 +1009,8 @@ class TestLosses:
 
         with pytest.raises(BackendUnavailable, match="max_locks_per_transaction"):
             fill()
+        with pytest.raises(BackendUnavailable, match="max_locks_per_transaction"):
+            backend.acquire_all([claim(f"{name}:{each}", fenced=False) for each in "abcdefghij"])
         assert len(backend._local.by_key) == len(held)
         assert backend.release(held.pop())
         assert backend.release(held.pop())
@@ -756,7 +1231,7 @@ class TestInterrupts:
     def test_a_release_follows_the_claim_of_an_interrupted_caller(self, backend, name, threads):
         sent, go_on = claim(name), threading.Event()
         backend._local.submit(lambda: go_on.wait(20))
-        claims = partial(backend._try_on_session, sent, backend._key(name))
+        claims = partial(backend._requests.acquire, sent, backend._requests.key(name))
         backend._local.submit(claims, first=False)
         released = threads(backend.release, Grant(name, sent.owner))
         wait_until(lambda: len(backend._local._jobs) == 2, "the release")
@@ -1002,7 +1477,9 @@ def interrupt_threads(backend, name, times=200):
             backend.release(Grant(sent.name, sent.owner))
 
     def release_rest():
-        for hold in list(backend._local.by_key.values()):
+        for hold in [
+            each for holds in [*backend._local.by_key.values()] for each in holds.values()
+        ]:
             if hold is not kept.handle:
                 backend.release(Grant(hold.claim.name, hold.claim.owner))
 

@@ -108,7 +108,7 @@ class Store:
 
     def dead(self, *, pause=0.06):
         sent = mine()
-        _, arrival = self.backend._claim(sent, "0")
+        arrival = self.backend._claim([sent], "0").arrival
         time.sleep(pause)
         return sent, arrival
 
@@ -285,7 +285,7 @@ def held_by_me(store, me):
 
 def handed_to_me(store, me):
     holder = take(store.backend, fenced())
-    store.backend._claim(me, "0")
+    store.backend._claim([me], "0")
     store.run(RELEASE, holder.owner, "")
 
 
@@ -295,12 +295,12 @@ def anothers(store, me):
 
 def anothers_and_i_wait(store, me):
     anothers(store, me)
-    store.backend._claim(me, "0")
+    store.backend._claim([me], "0")
 
 
 def mine_and_another_waits(store, me):
     held_by_me(store, me)
-    store.backend._claim(fenced(), "0")
+    store.backend._claim([fenced()], "0")
 
 
 def expired_and_another_waits(store, me):
@@ -332,8 +332,8 @@ STATES = [
 ]
 SCRIPTS = {
     # The first refusal may hand the lock on, so the second has another holder.
-    "acquire": lambda backend, me: isinstance(backend._claim(me, ""), Granted),
-    "wait": lambda backend, me: isinstance(backend._claim(me, "0"), Granted),
+    "acquire": lambda backend, me: isinstance(backend._claim([me], "")[1], Granted),
+    "wait": lambda backend, me: isinstance(backend._claim([me], "0")[1], Granted),
     "renew": lambda backend, me: backend.renew([grant(me, Granted(1, 0.0))]),
     # A repeated release can't tell that it was the first that released.
     "release": lambda backend, me: backend.release(Grant(me.name, me.owner, me.ttl, 1)) and None,
@@ -572,10 +572,10 @@ def test_a_paused_waiter_has_its_old_place(backend, store, held):
     waiters = [store.wait() for _ in range(2)]
     backend.release(held)
     first = waiters[0].result()
-    backend._claim(paused, arrival)
+    backend._claim([paused], arrival)
     assert store.client.zrange(store.keys.queue, 0, 0) == [paused.owner]
     backend.release(first)
-    assert isinstance(backend._claim(paused, arrival), Granted)
+    assert isinstance(backend._claim([paused], arrival)[1], Granted)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
 from django_fencedlock.backends.redis import RedisBackend
 from django_fencedlock.backends.redis.scripts import Keys
 from django_fencedlock.core import runtime
+from django_fencedlock.core.names import permit_name
 from django_fencedlock.exceptions import BackendUnavailable
 from tests.servers import Redis, workspace
 from tests.servers.process import Process, free_port, wait_until
@@ -223,6 +224,46 @@ def test_a_slot_moves_to_another_node_with_the_lock_and_its_queue(nodes, closing
     assert isinstance(answer, Granted)
     assert backend.verify(grant(sent, answer))
     assert isinstance(backend.acquire(claim(name), Wait()), Held)
+
+
+def test_a_set_in_a_cluster_is_taken_as_a_whole_or_not_at_all(nodes, closing):
+    backend, other = (backend_of(closing, CLIENT_FACTORY=FACTORY) for _ in range(2))
+    claims = [claim(_name_on(number), ttl=60) for number in range(3)]
+    names = [each.name for each in claims]
+    held = [take(other, claim(name)) for name in names[1:]]
+    found = backend.acquire_all(claims)
+    assert {name: each.owner for name, each in found.items()} == {
+        each.name: each.owner for each in held
+    }
+    assert set(other.holders(names)) == set(names[1:])
+    assert other.release_all(held) == [True] * 2
+    for _ in range(2):
+        granted = backend.acquire_all(claims)
+        assert [each.token for each in granted] == [2, 2, 2]
+    taken = [grant(*each) for each in zip(claims, granted, strict=True)]
+    nodes[0].kill()
+    with pytest.raises(BackendUnavailable):
+        backend.release_all(taken)
+    assert backend.holders(names[1:]) == {}
+    with pytest.raises(BackendUnavailable):
+        backend.acquire_all([*claims[1:], claims[0]])
+    assert backend.holders(names[1:]) == {}
+
+
+def test_permits_in_a_cluster(nodes, closing):
+    backend = backend_of(closing, CLIENT_FACTORY=FACTORY)
+    names = [permit_name("gpu", number) for number in (1, 2)]
+    one, two, late = (
+        [claim(name, ttl=60)._replace(owner=owner * 32) for name in names] for owner in "abc"
+    )
+    held = [grant(*backend.acquire_any(claims, Wait())) for claims in (one, two)]
+    assert [each.name for each in held] == names
+    waiter = ThreadPoolExecutor(1).submit(backend.acquire_any, late, Wait(60))
+    wait_until(lambda: backend.holders(names[:1])[names[0]].waiting, "a waiter in the queue")
+    assert backend.release_all(held[1:]) == [True]
+    sent, granted = waiter.result(PATIENCE)
+    assert sent == late[1]
+    assert backend.release_all([held[0], grant(sent, granted)]) == [True, True]
 
 
 def test_one_node_of_a_cluster_is_not_enough(nodes, closing):

@@ -254,7 +254,7 @@ class TestAHolderThatRecordsItsGrantMeanwhile:
 
         def after_it_recorded(grant):
             monkeypatch.setattr(backend, "release", release)
-            found, _ = stub.grants._confirm(claim, granted)
+            found, _ = stub.grants.confirm(claim, granted)
             tokens.append(found.token)
             if expires:
                 backend.service.locks.clear()

@@ -142,7 +142,7 @@ def test_a_row_that_another_process_inserts_meanwhile(writing, rows, monkeypatch
     renew_all(writing)
     ended.release()
     other = rows.get()
-    other.name, other.owner = "report", "b" * 32
+    other.pk, other.name, other.owner = 1, "report", "b" * 32
 
     def insert_and_make(*args, **options):
         other.save(using=rows.db, force_insert=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 from django.contrib import admin, messages
@@ -171,7 +170,8 @@ class HeldLockAdmin(ReadOnlyAdmin):
             names = dict(LockEvent.Kind.choices)
             context["events"] = [(e, names[e["kind"]]) for e in history(row._state.db, row.name)]
             if self.has_release_permission(request):
-                context["release_url"] = self.url(request, "release", name=row.pk)
+                reader = {"slot": row.slot} if row.slot else {}
+                context["release_url"] = self.url(request, "release", name=row.name, **reader)
         return super().render_change_form(request, context, *args, **kwargs)
 
     # Columns
@@ -251,7 +251,7 @@ class HeldLockAdmin(ReadOnlyAdmin):
             text = _("At most %d locks can be released at once. Nothing was released.")
             messages.error(request, text % MAX_LOCKS)
             return None
-        return self._confirmation(request, list(queryset.values_list("pk", flat=True)))
+        return self._confirmation(request, pk__in=list(queryset.values_list("pk", flat=True)))
 
     def release_view(self, request: HttpRequest) -> HttpResponse:
         """Show the confirmation page (GET), or release the confirmed locks (POST)."""
@@ -259,16 +259,20 @@ class HeldLockAdmin(ReadOnlyAdmin):
             raise PermissionDenied
         if request.method == "POST":
             return self.answer(self._release, request)
-        return self.answer(self._confirmation, request, [request.GET.get("name", "")])
+        # All readers of a name, or one of them.
+        which = {"name": request.GET.get("name", "")}
+        if slot := request.GET.get("slot"):
+            which["slot"] = slot
+        return self.answer(self._confirmation, request, **which)
 
     def _viewable(self, request: HttpRequest, **which: Any) -> list[HeldLock]:
         """Return the rows that the list shows to the user."""
         rows = self.get_queryset(request).filter(**which).order_by("name")
         return [row for row in rows if self.has_view_permission(request, row)]
 
-    def _confirmation(self, request: HttpRequest, names: Sequence[str]) -> HttpResponse:
+    def _confirmation(self, request: HttpRequest, **which: Any) -> HttpResponse:
         """Ask whether to release these locks."""
-        rows, list_url = self._viewable(request, pk__in=names), self.url(request, "changelist")
+        rows, list_url = self._viewable(request, **which), self.url(request, "changelist")
         if not rows:
             text = _("The lock was released, or another holder has acquired it.")
             messages.warning(request, text)

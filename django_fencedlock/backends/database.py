@@ -31,6 +31,7 @@ class DatabaseBackend(Backend):
     label = "database"
     records_grants = True
     records_unfenced = True
+    supports_shared = True
     option_names = frozenset({"TIMEOUT"})
 
     def __init__(self, config: AliasConfig) -> None:
@@ -59,17 +60,32 @@ class DatabaseBackend(Backend):
         # A refused claim locks SQLite's file for all other writers: tries that don't wait may be
         # many. Further tries are likely to be refused.
         if wait.held is not None or (self._one_writer and not wait.seconds):
-            row = self._ledger.look(connection, claim.name)
-            if row is not None and row.live and row.owner.id != claim.owner:
+            row = self._in_the_way(claim, wait, connection)
+            if row is not None and not (claim.shared and row.shared):
                 return self._held(row)
         entry = entry_of(claim, self.config.alias, self.label)
-        taken, token = self._ledger.claim(connection, entry)
-        if taken:
-            # The keeper looks at the transaction that is open on the caller's own connection.
-            using = self.config.fence_database
-            return Granted(token, since, connections[using] if self._one_writer else connection)
+        claim_row = self._ledger.claim_shared if claim.shared else self._ledger.claim
+        taken, token = claim_row(connection, entry)
+        if not taken:
+            if row := self._in_the_way(claim, wait, connection):
+                return self._held(row)
+            # Readers may have left the row that they lock.
+            if not claim.shared and self._ledger.settle(connection, claim.name):
+                taken, token = claim_row(connection, entry)
+        if not taken:
+            return Held()
+        # The keeper looks at the transaction that is open on the caller's own connection.
+        using = self.config.fence_database
+        return Granted(token, since, connections[using] if self._one_writer else connection)
+
+    def _in_the_way(self, claim: Claim, wait: Wait, connection: BaseDatabaseWrapper) -> Row | None:
+        """Return the live row of another holder. If a writer waits for readers, note it."""
         row = self._ledger.look(connection, claim.name)
-        return Held() if row is None else self._held(row)
+        if row is None or not row.live or row.owner.id == claim.owner:
+            return None
+        if row.shared and not claim.shared and wait.left:
+            self._ledger.note_writer(connection, claim.name)
+        return row
 
     def _held(self, row: Row) -> Held:
         foreign = (row.alias, row.backend) != (self.config.alias, self.label)
@@ -81,6 +97,7 @@ class DatabaseBackend(Backend):
             held_for=(row.read_at - row.acquired_at).total_seconds(),
             alias=row.alias if foreign else "",
             label=row.backend if foreign else "",
+            shared=row.shared,
         )
 
     def acquire_all(self, claims: Sequence[Claim]) -> list[Granted] | dict[str, Held]:
@@ -102,8 +119,15 @@ class DatabaseBackend(Backend):
         entries = [entry_of(claim, self.config.alias, self.label) for claim in claims]
         tokens = self._ledger.claim_all(connection, entries)
         if tokens is None:
-            # If none is held by now, the core waits for the first.
-            return self._holders_of(claims, connection) or {claims[0].name: Held()}
+            if held := self._holders_of(claims, connection):
+                return held
+            # As in _claim().
+            settled = [self._ledger.settle(connection, claim.name) for claim in claims]
+            if any(settled):
+                tokens = self._ledger.claim_all(connection, entries)
+        if tokens is None:
+            # None is held by now: the core waits for the first.
+            return {claims[0].name: Held()}
         used = connections[self.config.fence_database] if self._one_writer else connection
         return [Granted(token, since, used) for token in tokens]
 
@@ -145,16 +169,20 @@ class DatabaseBackend(Backend):
         return dict.fromkeys(kept, Renewal.KEPT) | dict.fromkeys(gone, Renewal.LOST)
 
     def verify(self, grant: Grant) -> bool:
-        row = self._look([grant.name]).get(grant.name)
-        return row is not None and row.owner.id == grant.owner
+        rows = self._look([grant.name]).get(grant.name, ())
+        return any(row.owner.id == grant.owner for row in rows)
 
     def release(self, grant: Grant) -> bool:
         try:
+            if grant.shared:
+                return self._sessions.run(lambda used: self._ledger.leave(used, grant))
             return self._sessions.run(lambda used: self._ledger.clear(used, [grant])) == 1
         except Error as exc:
             raise self.unavailable("release", exc, grant.name) from exc
 
     def release_all(self, grants: Sequence[Grant]) -> list[bool]:
+        if any(grant.shared for grant in grants):
+            return super().release_all(grants)
         try:
             cleared = self._sessions.run(lambda used: self._ledger.clear_all(used, grants))
         except Error as exc:
@@ -167,8 +195,11 @@ class DatabaseBackend(Backend):
         return answers
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
-        rows = self._look(names, LOOKING)
-        return {name: self._held(row) for name, row in rows.items() if row.live}
+        found: dict[str, Held] = {}
+        for name, rows in self._look(names, LOOKING).items():
+            if held := [self._held(row) for row in rows if row.live]:
+                found[name] = held[0]._replace(others=tuple(held[1:]))
+        return found
 
     def check(self) -> Iterator[Problem]:
         try:
@@ -186,9 +217,9 @@ class DatabaseBackend(Backend):
     def close(self) -> None:
         self._sessions.close()
 
-    def _look(self, names: Sequence[str], patience: float | None = None) -> Mapping[str, Row]:
+    def _look(self, names: Sequence[str], patience: float | None = None) -> Mapping[str, list[Row]]:
         try:
-            work = partial(self._ledger.look_at, names=names)
+            work = partial(self._ledger.all_rows, names=names)
             return self._sessions.run(work, busy_timeout=patience)
         except Error as exc:
             one = names[0] if len(names) == 1 else None

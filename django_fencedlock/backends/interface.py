@@ -15,6 +15,9 @@ from ..core.runtime import clock
 from ..exceptions import BackendUnavailable, InsideTransaction
 from ..storage.text import describe_error
 
+#: The owner of the fence while readers hold the lock. An owner id is never this text.
+SHARED = "shared"
+
 
 class Claim(NamedTuple):
     """A request for one lock. It is safe to send it twice: `owner` makes it idempotent."""
@@ -27,7 +30,7 @@ class Claim(NamedTuple):
     #: service stores it beside the lock and returns it in `Held`. `Owner.read()` parses it.
     identity: str = ""
     fenced: bool = True
-    #: Only if the backend's `supports_shared`.
+    #: A reader's claim. Only if the backend's `supports_shared`; see `Backend.acquire()`.
     shared: bool = False
     #: Of a permit: how many its name has, by `limit=`. The registry shows it.
     permits: int | None = None
@@ -38,6 +41,7 @@ class Granted(NamedTuple):
 
     #: The token that the service proposes, or has recorded if it `records_grants`. None if the
     #: service has no rising number, or the claim isn't fenced: the core numbers the grant then.
+    #: A reader's is read from the fence, so a proposal is ignored: None unless it was recorded.
     token: int | None
     #: The local clock, read before the request was sent that the service granted.
     since: float
@@ -65,6 +69,10 @@ class Held(NamedTuple):
     #: backend's own. The core raises `AliasConflict` then.
     alias: str = ""
     label: str = ""
+    #: Whether it is a reader.
+    shared: bool = False
+    #: The further readers, in what `holders()` returns. A refusal names one reader alone.
+    others: tuple[Held, ...] = ()
 
 
 class Grant(NamedTuple):
@@ -80,6 +88,11 @@ class Grant(NamedTuple):
     #: `Granted.handle`; None for another process's grant (eviction, forced release).
     handle: Any = None
     permits: int | None = None
+
+    @property
+    def fence_owner(self) -> str:
+        """The owner in the fence: all readers have one."""
+        return SHARED if self.shared else self.owner
 
 
 def grant_of(claim: Claim, granted: Granted | None = None) -> Grant:
@@ -120,6 +133,8 @@ class Wait:
     since: float = field(default_factory=clock)
     #: The last refusal, for the error that says who holds the lock. Set by the core.
     held: Held | None = None
+    #: The claims that were sent last, if it is one of several permits. Set by the core.
+    asked: Sequence[Claim] = ()
     #: An event that cancels the wait once it is set. No hook is called: whatever waits looks at
     #: `left` at least every two seconds.
     cancelled_by: threading.Event | None = None
@@ -165,7 +180,7 @@ class Backend(ABC):
     supports_waiting: ClassVar[bool] = False
     #: A lock expires with its ttl. Otherwise it lives as long as a session.
     supports_ttl: ClassVar[bool] = True
-    #: Shared (read) locks.
+    #: It has shared (read) locks: acquire() heeds `claim.shared`.
     supports_shared: ClassVar[bool] = False
     #: acquire_any() takes one of several locks in one request. Otherwise the core tries them.
     supports_any: ClassVar[bool] = False
@@ -188,6 +203,19 @@ class Backend(ABC):
 
         A backend that `supports_waiting` queues and waits in this one call. Any other tries once.
         If it raises, the core releases the claim by its owner id, now and for a minute.
+
+        With `claim.shared`: readers share the lock, and an exclusive claim (a writer) excludes
+        them. A waiting writer stops new readers, and no stream of readers keeps it waiting: a
+        backend that doesn't queue notes a writer that waits, for a few seconds from its last try.
+        The refusal of a writer names one of the readers. That of a reader names the writer that
+        holds the lock or, while one waits, one of the readers; if none is left, that writer. Each
+        reader is renewed, verified and released by its own owner id, and expires alone.
+
+        A backend that `records_grants` does the following in one statement or transaction, under a
+        lock that the writer's grant takes too; for others the core does it. Read the fence (F, w).
+        If w is `SHARED`, the reader's token is F, and the fence stays as it is. A reader must not
+        wait for another reader's `lease.atomic()`, which has that row locked by FOR SHARE.
+        Otherwise set the fence to (F + 1, `SHARED`), whatever w was, and the token is F + 1.
         """
 
     @abstractmethod
@@ -214,7 +242,11 @@ class Backend(ABC):
 
     @abstractmethod
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
-        """Look up the holders of many locks; free locks are left out."""
+        """
+        Look up the holders of many locks; free locks are left out.
+
+        One of the readers of a lock stands for all of them: the rest are its `others`.
+        """
 
     def suggest(self, name: str, floor: int) -> None:
         """Propose only tokens above `floor`. A hint: services without a counter ignore it."""

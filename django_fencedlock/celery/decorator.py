@@ -13,6 +13,7 @@ from django.db.models import Model
 
 from .. import conf
 from ..lease import Duration
+from ..locks import Limit
 from .names import MARK, Single, single_of
 from .policy import (
     MAX_CONFLICT_RETRIES,
@@ -35,7 +36,8 @@ def lock_name(task: Any, *args: Any, **kwargs: Any) -> str:
     """
     Return the name of the lock of a call of `task` with these arguments.
 
-    ``with lock(lock_name(charge, 42)):`` keeps the task from running meanwhile.
+    ``with lock(lock_name(charge, 42)):`` keeps the task from running meanwhile. For a task with
+    ``limit=5``, ``lock(name, limit=5)`` acquires one of its permits.
     """
     name = _named(task, args, kwargs)
     if not isinstance(name, str):
@@ -77,6 +79,7 @@ def single_instance(
     backend: str = conf.DEFAULT_ALIAS,
     ttl: Duration | None = None,
     fenced: bool = True,
+    limit: Limit = None,
     on_conflict: OnConflict = "skip",
     blocking_timeout: Duration | conf.Unset | None = conf.UNSET,
     retry_countdown: Duration = 5,
@@ -102,6 +105,8 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
         backend: The alias in ``FENCEDLOCK``; for a model, the one that its fencing names.
         ttl: How long the lock lasts unless it is renewed, which happens by itself.
         fenced: False for a lock that only saves work: no token, and no record in the database.
+        limit: How many runs of a name there may be at a time, or a callable that returns the
+            number; see `lock()`. Not for a model, nor with ``"coalesce"``.
         on_conflict: If another holder has the lock, ``"skip"`` succeeds with a `SkippedRun`,
             ``"retry"`` tries again later, ``"wait"`` blocks the worker, ``"raise"`` fails with
             `LockNotAcquired`, and ``"coalesce"`` leaves the work to one further run.

@@ -13,6 +13,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from celery import Signature, _state, current_app
@@ -98,7 +99,7 @@ class Delivery:
             begun = self._ask(self._records.newest)
             if begun is not None and begun.outcome:
                 return self.judge(begun)
-            if begun and (maybe_the_same or begun.owner in {h.owner_id for h in holders}):
+            if begun and (maybe_the_same or self._runs(begun, holders)):
                 self._come_later("runs")
             if begun is not None or not maybe_the_same or time.monotonic() >= deadline:
                 return None
@@ -109,8 +110,28 @@ class Delivery:
 
     def begin(self) -> Skip | None:
         """Record that the run begins. Call it with the lock."""
+        if self._call.permits is not None:
+            return self._begin_with_permit()
         begun = self._ask(self._records.begin)
         return None if begun is None else self.judge(begun)
+
+    def _begin_with_permit(self) -> Skip | None:
+        """As `begin()`: another delivery of the message may run at this time."""
+        before = self._ask(self._records.newest)
+        if before is not None and self._runs(before):
+            self._come_later("runs")
+        former = before.owner if before is not None else ""
+        begun = self._ask(partial(self._records.begin, former=former))
+        if begun is not None and not begun.outcome and begun.owner != self.message.owner:
+            self._come_later("has just begun")
+        return None if begun is None else self.judge(begun)
+
+    def _runs(self, begun: Begun, holders: Sequence[Holder] = ()) -> bool:
+        """Return whether an earlier delivery has the locks, or one of the permits."""
+        if begun.owner in {holder.owner_id for holder in holders}:
+            return True
+        is_other = not begun.outcome and begun.owner != self.message.owner
+        return self._call.permits is not None and is_other and begun.owner in owners(self._call)
 
     def judge(self, begun: Begun) -> Skip | None:
         """Return why a message with the record `begun` isn't run; None if it is."""
@@ -213,7 +234,7 @@ def kept(app: Any) -> float:
 
 def owners(call: Call) -> set[str]:
     """Ask the service which owners have the call's locks now, as far as it knows them."""
-    found = call.service.grants.holders(call.names).values()
+    found = call.service.grants.look_up(call.all_names()).values()
     return {held.owner for held in found if held.owner}
 
 

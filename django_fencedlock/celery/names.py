@@ -18,9 +18,12 @@ from django.core.exceptions import AppRegistryNotReady, ImproperlyConfigured
 from django.db.models import Model
 
 from .. import logs
+from ..backends.interface import Claim
 from ..core import names
+from ..core.grants import new_claim
 from ..core.identity import new_owner
 from ..core.manager import Service, service
+from ..core.permits import names_of
 from ..exceptions import SettingsError
 from ..lease import Lease, Leases
 from ..lock_sets import LeaseSet, sort_names
@@ -76,6 +79,13 @@ class Single:
                 f"@single_instance(sensitive={min(hidden)!r}): the parameter names a row, and the "
                 "row's lock has the same name for every caller. Leave it out."
             )
+        elif policy.limit is not None:
+            example = f'"{function.__name__}:{{{names.example_of(function)}}}"'
+            raise TypeError(
+                "@single_instance(limit=...): a model names the lock of a row, which has one "
+                "holder, and a permit covers no row. Leave limit= out, or write a template instead "
+                f"of the model: @single_instance({example}, limit=...)."
+            )
         else:
             self._name, self.pattern = self.row.name, self.row.pattern
         #: Whether the alias of the policy is the right one.
@@ -114,6 +124,12 @@ class Single:
         return tuple(sort_names(found, f"@single_instance of {title}")), title, pattern
 
     def _require_set_allowed(self) -> None:
+        if self._policy.limit is not None:
+            raise TypeError(
+                f"{self.function.__qualname__}(): limit= is for one lock name, not for a list: it "
+                "would not say which of the names has so many holders. Leave limit= out, or give "
+                "one name."
+            )
         if self._policy.on_conflict == "coalesce":
             raise ValueError(
                 f'{self.function.__qualname__}(): on_conflict="coalesce" is for one lock name, not '
@@ -211,8 +227,20 @@ class Call:
         self.owner = new_owner((self.title, self.task_id))
         self.service: Service = service(self.policy.backend)
         self.ttl = self.policy.ttl or self.service.config.ttl
+        #: The limit of `single_instance`, as it is now.
+        limit = self.policy.limit
+        self.permits = None if limit is None else names.count_permits(self.name, limit)
         self.lease: Lease | LeaseSet | None = None
         self.leases: Leases = ()
+
+    def all_names(self) -> Sequence[str]:
+        """Return the names of the locks that its run may hold."""
+        return self.names if self.permits is None else names_of(self.claim())
+
+    def claim(self) -> Claim:
+        """Return the claim of the call's lock, or of one of its permits."""
+        claim = new_claim(self.name, self.ttl, self.policy.fenced, owner=self.owner)
+        return claim._replace(permits=self.permits)
 
     def facts(self, reason: str | None = None) -> dict[str, Any]:
         """Return the ``extra`` of a log record about this call."""

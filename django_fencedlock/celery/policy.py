@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 
 from .. import conf
 from ..core.identity import Holder
-from ..core.names import example_of, shown
+from ..core.names import count_permits, example_of, shown
+from ..locks import Limit
 
 OnConflict = Literal["skip", "retry", "wait", "raise", "coalesce"]
 OnLost = Literal["raise", "abort", "ignore"]
@@ -33,6 +34,7 @@ class Policy:
     backend: str = conf.DEFAULT_ALIAS
     ttl: float | None = None
     fenced: bool = True
+    limit: Limit = None
     on_conflict: OnConflict = "skip"
     blocking_timeout: float | conf.Unset = conf.UNSET
     retry_countdown: float = 5.0
@@ -59,6 +61,14 @@ class Policy:
             raise ValueError(
                 'blocking_timeout= is for on_conflict="wait"; here on_conflict is '
                 f"{self.on_conflict!r}. Remove one of them."
+            )
+        if self.limit is not None and not callable(self.limit):
+            count_permits("", self.limit)
+        if self.on_conflict == "coalesce" and self.limit is not None:
+            raise ValueError(
+                'on_conflict="coalesce" leaves the work to the one run that comes after the '
+                "present one; with limit= there are several runs at a time. Use "
+                'on_conflict="skip", "retry", "wait" or "raise".'
             )
         if self.on_conflict == "coalesce" and not self.fenced:
             raise ValueError(

@@ -17,6 +17,7 @@ from ..backends.interface import Wait
 from ..core import runtime, set_grants
 from ..core.grants import new_claim
 from ..core.identity import current_holder, running_task
+from ..core.permits import held_as
 from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
 from ..lease import Lease, require_finished
@@ -167,17 +168,18 @@ class Run(Call):
 
     def _refuse_own_lock(self) -> LockNotAcquired | None:
         """Return the error of a call that would wait for the code that made it."""
-        held = [each for each in self.names if self.service.lease_of(each, self._who)]
-        if not held or not self.service.backend.excludes:
+        keys = self.names if self.is_set else [held_as(self.claim())]
+        held = next(filter(None, (self.service.lease_of(key, self._who) for key in keys)), None)
+        if held is None or not self.service.backend.excludes:
             return None
         if self.is_called_directly and not self._is_nested():
             return None
         return LockNotAcquired(
-            f"Lock {held[0]!r} is held by the code that called {self.title}, which can't "
+            f"Lock {held.name!r} is held by the code that called {self.title}, which can't "
             "continue before this call returns. Call it after the lock was released.",
-            name=held[0],
+            name=held.name,
             alias=self.policy.backend,
-            holder=self.service.holder(held[0]),
+            holder=held.holder,
         )
 
     def _is_nested(self) -> bool:
@@ -207,12 +209,10 @@ class Run(Call):
         return refused
 
     def _acquire_one(self, wait: Wait, started: float) -> LockNotAcquired | None:
-        claim = new_claim(self.name, self.ttl, self.policy.fenced, owner=self.owner)
+        claim = self.claim()
         lease = self.service.acquire(claim, wait, self._who, **self._options())
         if lease is None:
-            return self.service.grants.refusal(
-                self.name, clock() - started, claim.fenced, wait.held
-            )
+            return self.service.refusal(claim, clock() - started, wait.held)
         self.lease, self.leases = lease, [lease]
         return None
 

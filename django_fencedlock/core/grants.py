@@ -10,16 +10,28 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .. import logs
-from ..backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait, grant_of
+from .. import conf, logs
+from ..backends.interface import (
+    SHARED,
+    Backend,
+    Claim,
+    Grant,
+    Granted,
+    Held,
+    Renewal,
+    Wait,
+    grant_of,
+)
 from ..exceptions import (
     AliasConflict,
     BackendUnavailable,
     InsideTransaction,
     LockNotAcquired,
+    SettingsError,
 )
 from ..lease import current_lease
 from ..storage.connections import (
@@ -27,6 +39,7 @@ from ..storage.connections import (
     is_of_test,
     is_open,
 )
+from ..storage.dialect import Newest
 from ..storage.fences import Fences, pinned_by
 from ..storage.records import raise_if_tables_missing
 from ..storage.vendors import LEDGERS
@@ -123,6 +136,12 @@ class Grants:
     ) -> tuple[list[Claim], bool]:
         """Return claims as they are sent, and whether the service records their grants."""
         backend = self.backend
+        if not backend.supports_shared and (shared := [each for each in claims if each.shared]):
+            raise SettingsError(
+                f"Lock {shared[0].name!r} can't be shared: alias {backend.config.alias!r} "
+                f"({backend.label}) has exclusive locks alone. Remove shared=True, or name an "
+                f"alias with one of these backends: {', '.join(_sharing())}.",
+            )
         home = connections[backend.config.fence_database]
         if not (home.in_atomic_block and is_of_test(home)):
             return claims, backend.records_grants
@@ -132,6 +151,23 @@ class Grants:
             return claims, backend.records_grants
         # A session sees nothing of a test's own transaction: the grants are recorded here.
         return [claim._replace(fenced=False) for claim in claims], False
+
+    def acquire_any(self, claims: Sequence[Claim], wait: Wait) -> tuple[Grant, float] | Held:
+        """As `acquire()`, for any one of several locks, on a backend that `supports_any`."""
+        try:
+            while True:
+                answer = self.backend.acquire_any(claims, wait)
+                if isinstance(answer, Held):
+                    return answer
+                if found := self.confirm(*answer):
+                    return found
+                if not wait.left:
+                    return Held()
+        except BackendUnavailable as exc:
+            for claim in claims:
+                self._keeper.doubt(grant_of(claim))
+            raise_if_tables_missing(exc, self.backend.config.fence_database)
+            raise
 
     def _note_refusal(
         self,
@@ -179,7 +215,7 @@ class Grants:
         # Once more before the caller's code runs: this process may have been paused.
         if confirmed and self._clock() < since + grant.ttl:
             # An earlier try of this owner must not be released now.
-            self._keeper.doubts.pop(claim.owner, None)
+            self._keeper.doubts.pop((claim.owner, claim.name), None)
             return confirmed, since
         try:
             # Its failure ends the acquire: the doubt would release what a later try got.
@@ -196,13 +232,16 @@ class Grants:
         only if the fence is still the one that was read. In any other order a former holder could
         be recorded last. Returns None if another owner has the lock, or if a transaction has the
         fence locked.
+
+        A reader has the token of the readers before it, if no writer was recorded since: the fence
+        rises for the first one alone.
         """
-        token, seen = grant.token, None
+        token, seen = None if grant.shared else grant.token, None
         try:
             for _ in range(ATTEMPTS):
                 if token is not None and self.fences.record(grant, token, seen):
-                    if seen is not None and grant.token is not None:
-                        self._suggest(grant.name, token, forgot=bool(seen[1]))
+                    if seen is not None:
+                        self._suggest(grant, token, seen)
                     return grant if token == grant.token else grant._replace(token=token)
                 row, newest = self.fences.read(grant.name)
                 config = self.backend.config
@@ -214,15 +253,18 @@ class Grants:
                     return grant._replace(token=token)
                 if not self.backend.verify(grant) or self._clock() >= since + grant.ttl:
                     return None
-                seen, token = newest, newest[0] + 1
+                seen, token = newest, newest[0] + (not grant.shared or newest[1] != SHARED)
         except Error as exc:
             self._raise_unless_pinned(grant, exc)
         return None
 
-    def _suggest(self, name: str, token: int, *, forgot: bool) -> None:
-        """Tell the service which tokens were used: it has `forgot` them, or a fence was raised."""
-        alias = self.backend.config.alias
-        if forgot:
+    def _suggest(self, grant: Grant, token: int, seen: Newest) -> None:
+        """Tell a service with a counter which tokens were used: the fence `seen` was above it."""
+        if token == seen[0] or (grant.token is None and not grant.shared):
+            return
+        alias, name = self.backend.config.alias, grant.name
+        # Readers and forced releases raise a fence by themselves.
+        if not grant.shared and seen[1] not in ("", SHARED):
             # Else each grant would be a warning, for millions of grants after a change of services.
             level = logging.DEBUG if self._stays_behind else logging.WARNING
             self._stays_behind = type(self.backend).suggest is Backend.suggest
@@ -270,7 +312,14 @@ class Grants:
         process = Owner.read(held.owner, held.identity).process
         if not held.owner or not is_process_gone(process):
             return False
-        grant = Grant(name, held.owner, token=held.token, fenced=fenced, identity=held.identity)
+        grant = Grant(
+            name,
+            held.owner,
+            token=held.token,
+            fenced=fenced,
+            shared=held.shared,
+            identity=held.identity,
+        )
         with contextlib.suppress(BackendUnavailable):
             if self.backend.release(grant):
                 self._keeper.clear_row(grant)
@@ -304,7 +353,7 @@ class Grants:
         home = connections[self.backend.config.fence_database]
         if not is_open(home) or not grant.fenced or not self.backend.excludes:
             return
-        if LEDGERS[home.vendor].newest(home, grant.name) == (grant.token, grant.owner):
+        if LEDGERS[home.vendor].newest(home, grant.name) == (grant.token, grant.fence_owner):
             return
         raise InsideTransaction(
             f"Lock {grant.name!r} was granted with token {grant.token}, but this transaction "
@@ -327,7 +376,12 @@ class Grants:
             raise self.backend.inside_transaction(claim.name)
 
     def refusal(
-        self, name: str, waited: float, fenced: bool = True, held: Held | None = None
+        self,
+        name: str,
+        waited: float,
+        fenced: bool = True,
+        held: Held | None = None,
+        shared: bool = False,
     ) -> LockNotAcquired:
         """Return the error that says who has the lock; `held` is what `acquire()` saw."""
         try:
@@ -335,7 +389,10 @@ class Grants:
             holder = holder_of(held, alias) if held and held.owner else self.holder(name)
         except BackendUnavailable:
             holder = None
-        by = f"held by {holder or 'an unknown holder'}"
+        by = f"held by {'the reader ' if holder and holder.shared else ''}"
+        by += str(holder or "an unknown holder")
+        if holder and holder.shared and shared:
+            by += ", and an exclusive holder waits for it"
         if fenced and (holder is None or holder.token is None):
             # That holder's grant isn't recorded yet: it may wait for the same transaction.
             using = self.backend.config.fence_database
@@ -348,18 +405,23 @@ class Grants:
             holder=holder,
         )
 
-    def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
+    def holder(self, name: str) -> Holder | None:
+        """Ask the service who has lock `name` now; one of its readers, if there are several."""
+        return next(iter(self.holders(name)), None)
+
+    def holders(self, name: str) -> list[Holder]:
+        """Ask the service who has lock `name` now: its holder, or all its readers."""
+        held = self.look_up([name]).get(name)
+        found = () if held is None else (held, *held.others)
+        return [holder_of(each, self.backend.config.alias) for each in found]
+
+    def look_up(self, names: Sequence[str]) -> Mapping[str, Held]:
         """Ask the service who has these locks now."""
         try:
             return self.backend.holders(names)
         except BackendUnavailable as exc:
             raise_if_tables_missing(exc, self.backend.config.fence_database)
             raise
-
-    def holder(self, name: str) -> Holder | None:
-        """Ask the service who has lock `name` now."""
-        held = self.holders([name]).get(name)
-        return None if held is None else holder_of(held, self.backend.config.alias)
 
     def _drop_row(self, name: str, owner: str, label: str, holder: Holder) -> None:
         """Delete another alias's row of a name that its service says is free, or raise."""
@@ -382,10 +444,27 @@ class Grants:
         )
 
 
-def new_claim(name: str, ttl: float, fenced: bool = True, *, owner: Owner | None = None) -> Claim:
+def new_claim(
+    name: str,
+    ttl: float,
+    fenced: bool = True,
+    *,
+    owner: Owner | None = None,
+    shared: bool = False,
+) -> Claim:
     """Return a claim of the code that runs here, or of an owner that was made before."""
     owner = owner or new_owner()
-    return Claim(name, owner.id, ttl, owner.identity, fenced)
+    return Claim(name, owner.id, ttl, owner.identity, fenced, shared)
+
+
+def _sharing() -> list[str]:
+    """Return the backends of this package that have shared locks, and whose driver is there."""
+    found = []
+    for kind, path in conf.BACKENDS.items():
+        with contextlib.suppress(ImportError, ImproperlyConfigured):
+            if conf.backend_class(path).supports_shared:
+                found.append(kind)
+    return found
 
 
 def holder_of(held: Held, alias: str) -> Holder:
@@ -400,4 +479,5 @@ def holder_of(held: Held, alias: str) -> Holder:
         acquired_at=None if age is None else now - timedelta(seconds=age),
         expires_at=None if left is None else now + timedelta(seconds=left),
         session_pid=held.session_pid,
+        shared=held.shared,
     )

@@ -219,6 +219,8 @@ class Holder:
     expires_at: datetime | None = None
     #: The server process of the session that holds the lock, if a session holds it.
     session_pid: int | None = None
+    #: Whether it is a reader; there may be others.
+    shared: bool = False
 
     def __str__(self) -> str:
         # Written by another process: it must not forge log lines.
@@ -229,7 +231,11 @@ def new_owner(task: tuple[str, str] | None = None) -> Owner:
     """Make a new owner; `task` replaces `running_task`."""
     thread = threading.current_thread().name
     place = _place(*_here(os.getpid()), thread, *(task or running_task.get()))
-    return Owner(os.urandom(16).hex(), *place)
+    return Owner(new_owner_id(), *place)
+
+
+def new_owner_id() -> str:
+    return os.urandom(16).hex()
 
 
 @lru_cache(256)

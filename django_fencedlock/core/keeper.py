@@ -79,8 +79,9 @@ class Keeper:
         self._renewed: WeakKeyDictionary[Lease, None] = WeakKeyDictionary()
         self._ended: deque[Grant] = deque(maxlen=MAX_ROWS)
         self._clear_at = math.inf
-        #: By owner id: the grant, and until when it is released again.
-        self.doubts: OrderedDict[str, tuple[Grant, float]] = OrderedDict()
+        #: By owner id and name: the grant, and until when it is released again. An owner may have
+        #: asked for several permits, one after the other.
+        self.doubts: OrderedDict[tuple[str, str], tuple[Grant, float]] = OrderedDict()
         self._release_at = math.inf
 
     def keep(self, lease: Lease) -> None:
@@ -124,7 +125,7 @@ class Keeper:
         """Release `grant` again and again for a minute: the service may have it, or get it yet."""
         now = self._clock()
         if len(self.doubts) < MAX_DOUBTS:
-            self.doubts[grant.owner] = grant, now + DOUBTED
+            self.doubts[grant.owner, grant.name] = grant, now + DOUBTED
         self._release_at = min(self._release_at, now + FIRST_DOUBT)
         # If no thread can be started, the keeper's next beat tries again.
         self._tending.wake()
@@ -266,10 +267,10 @@ class Keeper:
     def _release_doubts(self) -> None:
         now, self._release_at = self._clock(), math.inf
         grants = []
-        for owner, (grant, until) in list(self.doubts.items()):
+        for key, (grant, until) in list(self.doubts.items()):
             grants.append(grant)
             if until <= now:
-                self.doubts.pop(owner, None)
+                self.doubts.pop(key, None)
         if self.doubts:
             self._release_at = min(self._release_at, now + DOUBT_PAUSE)
         # If the service is away, the next round asks it again.
@@ -282,7 +283,7 @@ class Keeper:
                 except BackendUnavailable:
                     # The last one of the next round: others may be on a node that answers.
                     with contextlib.suppress(KeyError):
-                        self.doubts.move_to_end(grant.owner)
+                        self.doubts.move_to_end((grant.owner, grant.name))
                     if self._clock() > now + FIRST_DOUBT:
                         return
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,39 +14,34 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.db import Error, connections
 
-from .. import conf, logs
+from .. import conf
 from ..backends.interface import Backend, Claim, Grant, Held, Renewal, Wait, grant_of
 from ..exceptions import (
     BackendUnavailable,
     FencedLockError,
     LeaseLost,
     LockNotAcquired,
+    LockUpgrade,
 )
 from ..lease import Duration, Lease, Leases
 from ..storage import history, unfenced
-from ..storage.connections import (
-    open_connections,
-    test_connection,
-    test_has_ended,
-    under_test,
-    when_all_ended,
-)
+from ..storage.connections import test_connection, test_has_ended, under_test
 from ..storage.fenced_atomic import pinned_atomic
-from ..storage.fences import Fences, told
+from ..storage.fences import Fences
 from . import aio, runtime
+from .endings import Endings
 from .events import Kind, emit, subscribe
 from .grants import Grants, holder_of
 from .identity import LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
+from .permits import Permits, held_as
 from .runtime import clock
 from .set_grants import SetAcquire
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
 
-
-class Service:
+class Service(Endings):
     """What an alias of ``FENCEDLOCK`` is in one process."""
 
     def __init__(
@@ -65,7 +58,8 @@ class Service:
             self.backend, self.report_losses, clock, None if self.backend.records_grants else fences
         )
         self.grants = Grants(self.backend, fences, self.keeper, clock, is_free)
-        self.holder = self.grants.holder
+        self.permits = Permits(self.grants)
+        self.holder, self.holders = self.grants.holder, self.grants.holders
         _living.add(runtime.forks.register(self))
 
     def after_fork(self) -> None:
@@ -96,18 +90,20 @@ class Service:
         if lease := self.enter_again(claim, who):
             return lease
         try:
-            answer = self.grants.acquire(claim, wait, who, of_another_process)
+            found = self.permits if claim.permits else self.grants
+            answer = found.acquire(claim, wait, who, of_another_process)
             if not isinstance(answer, Held):
                 lease = self.hold(*answer, who, pattern, max_hold)
         except FencedLockError:
             raise
         except BaseException:
             # No thread renews it, or an exception from outside keeps it from the caller.
-            if lease := self.lease_of(claim.name, who):
+            if lease := self.lease_of(held_as(claim), who):
                 lease.released = True
                 self._forget(lease)
                 self.keeper.forget(lease)
-            self.grants.drop(grant_of(claim) if lease is None else lease.grant)
+            for grant in [lease.grant] if lease else map(grant_of, wait.asked or [claim]):
+                self.grants.drop(grant)
             raise
         waited = self._clock() - wait.since
         if lease is not None:
@@ -177,7 +173,7 @@ class Service:
             lent=test_has_ended(connections[self.config.fence_database]),
             clock=self._clock,
         )
-        who.leases[self, lease.name] = lease
+        who.leases[self, held_as(grant)] = lease
         self.keeper.keep(lease)
         return lease
 
@@ -186,11 +182,20 @@ class Service:
         emit(Kind.REFUSED, self.backend, name, pattern=pattern, waited=waited, holder=holder)
 
     def _forget(self, lease: Lease) -> None:
-        if (who := lease.who) is not None and who.leases.get((self, lease.name)) is lease:
-            del who.leases[self, lease.name]
+        key = self, held_as(lease.grant)
+        if (who := lease.who) is not None and who.leases.get(key) is lease:
+            del who.leases[key]
+        if lease.grant.permits:
+            self.permits.note_free(lease.grant)
+
+    def refusal(self, claim: Claim, waited: float, held: Held | None) -> LockNotAcquired:
+        """Return the error that says who has the lock, or its permits."""
+        if claim.permits:
+            return self.permits.refusal(claim, waited)
+        return self.grants.refusal(claim.name, waited, claim.fenced, held, claim.shared)
 
     def lease_of(self, name: str, who: LocalHolder) -> Lease | None:
-        """The lease of lock `name` that `who` has in this process."""
+        """The lease of lock `name` that `who` has in this process; of any permit: `held_as()`."""
         lease = who.leases.get((self, name))
         if lease is not None and not lease.is_open():
             # Left behind by a test, with whose transaction it ended, or by the parent process.
@@ -200,11 +205,21 @@ class Service:
 
     def enter_again(self, claim: Claim, who: LocalHolder) -> Lease | None:
         """Return the lease that `who` has already, entered once more; else None."""
-        lease = self.lease_of(claim.name, who)
+        lease = self.lease_of(held_as(claim), who)
         if lease is None or lease.is_ending:
             return None
         if lease.lost:
             raise lease.loss()
+        if claim.shared != lease.shared:
+            held, wanted = ("shared", "exclusively") if lease.shared else ("exclusively", "shared")
+            raise LockUpgrade(
+                f"Lock {lease.name!r} is held {held} here, so it can't be acquired {wanted} as "
+                "well: a lease can't be upgraded or downgraded. Two readers that upgrade would "
+                "wait for each other for ever. Release it first, or acquire it exclusively from "
+                "the beginning.",
+                name=lease.name,
+                alias=self.config.alias,
+            )
         if claim.fenced and not lease.fenced:
             raise LockNotAcquired(
                 f"Lock {lease.name!r} is already held here with fenced=False, so it can't be "
@@ -225,7 +240,7 @@ class Service:
         self, claims: Sequence[Claim], who: LocalHolder, wait: Wait | None = None
     ) -> None:
         for claim in claims:
-            lease = self.lease_of(claim.name, who)
+            lease = self.lease_of(held_as(claim), who)
             if lease is None or lease.entered_by is None:
                 continue
             if lease.entered_by is claim or lease.entered_by is wait:
@@ -280,116 +295,6 @@ class Service:
     def atomic(self, leases: Leases, using: str | None) -> contextlib.AbstractContextManager[None]:
         return pinned_atomic(leases, using)
 
-    def release(self, leases: Leases, who: LocalHolder | None = None) -> bool:
-        left = [lease for lease in leases if self._is_left(lease, who)]
-        if not left:
-            return True
-        if open_now := open_connections():
-            # The next holder would read what isn't committed yet, and couldn't write meanwhile.
-            if put_off := [lease for lease in left if not lease.put_off]:
-                when_all_ended(open_now, partial(self._finish_if_left, put_off))
-                for lease in put_off:
-                    # Only now: after an interrupt, give_back_left_over() passes over these.
-                    lease.put_off = True
-            return True
-        return self._finish(left)
-
-    def _is_left(self, lease: Lease, who: LocalHolder | None) -> bool:
-        """Leave a lease once; return whether that was the last time."""
-        # No variable refers to the holder: a call of asyncio.to_thread() has ended when none does.
-        if lease._who is None or lease._who() is not (who or current_holder()):
-            if not lease.wait_until_left():
-                raise lease.not_the_holder()
-            lease.entries = 1
-        # None are left of one whose release was put off to the end of a transaction.
-        lease.entries = max(0, lease.entries - 1)
-        return lease.entries == 0
-
-    def give_back(self, leases: Leases, who: LocalHolder | None) -> None:
-        """Release leases whose work is done: without an answer, the locks expire by themselves."""
-        try:
-            self.release(leases, who)
-        except BackendUnavailable as exc:
-            for lease in leases:
-                logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
-
-    def _finish_if_left(self, leases: Leases) -> None:
-        for lease in leases:
-            lease.put_off = False
-        left = [lease for lease in leases if lease.entries <= 0 and lease.is_open()]
-        if not left or self._finish(left):
-            return
-        for lease in left:
-            if lease.why_lost:
-                logger.warning(
-                    "Lock %r was lost before the transaction under it ended; fenced writes of that "
-                    "transaction were rejected, if there was a newer grant",
-                    lease.name,
-                    extra=logs.about(lease, held_for=lease.held_for()),
-                )
-
-    def _finish(self, leases: Leases) -> bool:
-        kept = self.let_go(leases)
-        for lease, was_kept in zip(leases, kept, strict=True):
-            # Before the loss of one: it would be that of them all.
-            lease.released = was_kept
-        for lease, was_kept in zip(leases, kept, strict=True):
-            if not was_kept:
-                self.lose(lease, "the lock service no longer knew this holder at the release")
-                lease.released = True
-            if not lease.why_lost:
-                emit(Kind.RELEASED, self.backend, lease.name, lease)
-        return not any(lease.why_lost for lease in leases)
-
-    def let_go(self, leases: Leases) -> list[bool]:
-        """Release leases at the service; return of each whether its holder still had the lock."""
-        grants = [lease.grant for lease in leases]
-        try:
-            for lease in leases:
-                lease.is_ending = True
-                self.keeper.drop(lease)
-            if len(grants) == 1:
-                return [self.backend.release(grants[0])]
-            return self.backend.release_all(grants)
-        except BaseException:
-            # No answer, or an interrupt, maybe before the request was sent.
-            for lease in leases:
-                self.keeper.doubt(lease.grant)
-                lease.released = True
-                unfenced.rows.ended(lease)
-            raise
-        finally:
-            # Only now: give_back_left_over() finds them until then.
-            for lease in leases:
-                self._forget(lease)
-                if not lease.lent:
-                    self.keeper.clear_row(lease.grant)
-            lent = [lease.grant for lease in leases if lease.lent and lease.fenced]
-            if lent and not self.backend.records_unfenced:
-                # The test's transaction, if it is broken, takes the rows along.
-                with contextlib.suppress(Error):
-                    self.grants.fences.clear(lent)
-
-    def abandon(self, lease: Lease) -> None:
-        """Release a lease whose holder has ended, and to which nothing refers any more."""
-        # In a thread of its own: what collects garbage may be in anything, and have any lock.
-        with contextlib.suppress(RuntimeError):
-            runtime.start(partial(self._release_abandoned, lease))
-
-    def _release_abandoned(self, lease: Lease) -> None:
-        words = (
-            f"Lock {lease.name!r} was never released: its holder ({lease.holder}) has ended, and "
-            "nothing refers to the lease any more. It is released now. "
-            f"Use `with lock({lease.name!r})`, or keep the lease and release it."
-        )
-        logger.warning("%s", words, extra=logs.about(lease, held_for=lease.held_for()))
-        try:
-            self._finish([lease])
-        except Exception as exc:
-            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
-        lease.released = True
-        warnings.warn(words, ResourceWarning, stacklevel=1)
-
     async def in_thread(self, function: Callable[..., T], *args: Any, kind: str = aio.RELEASE) -> T:
         """Call `function` for a coroutine that waits for it."""
         if await self.is_lent():
@@ -401,13 +306,6 @@ class Service:
         if not under_test():
             return False
         return await sync_to_async(test_connection)(self.config.fence_database) is not None
-
-    async def arelease(self, leases: Leases, who: LocalHolder | None = None) -> bool:
-        who = who or current_holder()
-        if leases[0].lent:
-            return await sync_to_async(self.release)(leases, who)
-        # Not by in_thread(): a cancellation before the release begins would leave the locks.
-        return await aio.run(aio.RELEASE, self.config.alias, self.release, leases, who)
 
     def drop_all(self) -> None:
         """Release whatever is held, as far as possible. For the end of a test."""
@@ -424,40 +322,6 @@ class Service:
             self.keeper.doubts.clear()
             self.keeper.clear()
             self.backend.close()
-
-    def explain(self, leases: Sequence[Lease]) -> None:
-        """Ask the database who released these leases by force."""
-        guessed = [lease for lease in leases if lease.loss_is_guessed]
-        if guessed:
-            reasons = told(self.config.fence_database, [lease.owner_id for lease in guessed])
-            for lease in guessed:
-                lease.why_lost = reasons.get(lease.owner_id) or lease.why_lost
-                lease.loss_is_guessed = False
-
-    def lose(self, lease: Lease, why: str) -> None:
-        """Note a loss that the caller's thread noticed, and report it from there."""
-        self.keeper.forget(lease)
-        if lease.mark_lost(why, guessed=True):
-            self.report_losses([lease])
-        else:
-            # The keeper was faster; what is raised next is to say the reason.
-            self.explain([lease])
-
-    def lose_with(self, leases: Leases, why: str) -> None:
-        """Mark leases as lost, and report them from the notifier's thread."""
-        for lease in leases:
-            self.keeper.forget(lease)
-        if lost := [lease for lease in leases if lease.mark_lost(why)]:
-            runtime.notify(self.report_losses, lost)
-
-    def report_losses(self, leases: Sequence[Lease]) -> None:
-        """Run the user's code for leases that were marked as lost."""
-        try:
-            self.explain(leases)
-        finally:
-            for lease in leases:
-                lease.run_callbacks()
-                emit(Kind.LOST, self.backend, lease.name, lease, reason=lease.why_lost)
 
 
 services: dict[str, Service] = {}

@@ -24,14 +24,26 @@ NO_ID = "Save the object first, or check that the id isn't None."
 
 #: The largest `limit` of a lock.
 MAX_PERMITS = 1000
-#: The end of a permit's lock name. No other lock has a name that ends like this.
+#: The end of a permit's lock name. No other lock has a name that ends like this, or nearly so.
 _PERMIT = re.compile(r" \[permit ([1-9][0-9]{0,3})\]\Z")
+_LIKE_PERMIT = re.compile(r" \[permit [0-9]+\]\Z")
 
 _PLAIN = (str, int, float, Decimal, UUID, date, datetime, time, timedelta, Enum, NoneType)
 
 
 def validate(name: object) -> str:
-    """Return `name` if every backend and database can store and compare it exactly."""
+    """Return `name` if it may name a lock: every database can store it, and no permit has it."""
+    name = validate_any(name)
+    if name.endswith("]") and (found := _LIKE_PERMIT.search(name)):
+        raise ValueError(
+            f"Lock name {name!r} ends like the name of a permit. Acquire a permit by "
+            f"lock({name[: found.start()]!r}, limit=...), or choose another name."
+        )
+    return name
+
+
+def validate_any(name: object) -> str:
+    """Return `name` of a lock or a permit, if every database can store and compare it exactly."""
     if not isinstance(name, str):
         raise TypeError(f"A lock name is a str, not {type(name).__name__}: {name!r}.")
     if not name:
@@ -48,6 +60,25 @@ def validate(name: object) -> str:
     except UnicodeEncodeError as exc:
         raise ValueError(f"Lock name {name!r} isn't valid Unicode: {exc.reason}.") from exc
     return name
+
+
+def count_permits(name: str, limit: object) -> int:
+    """Return how many permits lock `name` has by `limit`, which may be a callable."""
+    found = limit() if callable(limit) else limit
+    what = f"The limit{f' of lock {name!r}' if name else ''} is {found!r}"
+    if callable(limit):
+        what += f", as {getattr(limit, '__qualname__', limit)}() returned"
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise TypeError(f"{what}. It must be a whole number from 1 to {MAX_PERMITS}.")
+    if not 1 <= found <= MAX_PERMITS:
+        raise ValueError(f"{what}. It must be from 1 to {MAX_PERMITS}.")
+    if len(permit_name(name, MAX_PERMITS)) > MAX_LENGTH:
+        longest = MAX_LENGTH - len(permit_name("", MAX_PERMITS))
+        raise ValueError(
+            f"Lock name {name[:40]!r}... has {len(name)} characters; with limit=, {longest} are "
+            "allowed. Hash the long part."
+        )
+    return found
 
 
 def permit_name(name: str, number: int) -> str:

@@ -13,7 +13,7 @@ from ..exceptions import BackendUnavailable, FencedLockError, LockNotAcquired
 from ..lease import Lease, Leases
 from ..storage.records import raise_if_tables_missing
 from .grants import Grants, holder_of
-from .identity import Holder, LocalHolder, new_owner
+from .identity import Holder, LocalHolder, new_owner_id
 from .keeper import BEATS, Keeper
 
 #: How many holders the error of a refusal names.
@@ -133,9 +133,10 @@ class SetAcquire:
         """Record the grants that have tokens; return their names, less those that are pinned."""
         now, config = self._wait.now(), self._backend.config
         pairs = zip(claims, answers, strict=True)
-        # A grant that took long is renewed first, and recorded by itself.
+        # A grant that took long is renewed first, and recorded by itself. So is a reader's, whose
+        # token other readers share.
         fresh = [pair for pair in pairs if now < pair[1].since + pair[0].ttl / BEATS]
-        grants = [grant_of(*pair) for pair in fresh if pair[0].fenced]
+        grants = [grant_of(*pair) for pair in fresh if pair[0].fenced and not pair[0].shared]
         numbered = [grant for grant in grants if grant.token is not None]
         if not numbered:
             return set()
@@ -180,7 +181,7 @@ class SetAcquire:
 
     def _renew_owner(self, name: str) -> None:
         # What is still done for the former grant, such as deleting its row, must not hit the next.
-        self._claims[name] = self._claims[name]._replace(owner=new_owner().id)
+        self._claims[name] = self._claims[name]._replace(owner=new_owner_id())
 
     def _undo(self) -> None:
         """Release what was acquired, and what may have been: an exception ends the acquire."""

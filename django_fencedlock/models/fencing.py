@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -21,23 +21,22 @@ from django.db.models import UniqueConstraint
 from django.utils import timezone
 
 from .. import conf
+from ..conf import UNSET
 from ..core import names
-from ..core.runtime import clock
-from ..lease import Lease, current_lease, forbid_in_event_loop
+from ..lease import Lease, current_lease
+from ..lock_sets import LockSet, sort_names
 from ..locks import Lock, lock
 from .fields import confused_texts, is_text, target_of
 
 SERIALISED, HIGH_WATER = "serialised", "high_water"
 MODES = (SERIALISED, HIGH_WATER)
-_LOCK_OPTIONS = ("ttl", "blocking_timeout", "backend", "required")
+_LOCK_OPTIONS = ("ttl", "blocking_timeout", "backend", "shared", "required")
 
 #: The names of locks, each with look-ups that find its rows among others.
 Rows = Sequence[tuple[str | None, Mapping[str, Any]]]
 
 #: The arguments of `fencing.lock()` that name no column.
 RESERVED = frozenset({*_LOCK_OPTIONS, "columns"})
-#: The options of `lock_all()`. No lock of a set may be missing.
-_OF_ALL = ("ttl", "blocking_timeout", "backend")
 
 
 class Fencing:
@@ -263,23 +262,28 @@ class FencingOf:
         name = self._name_from(values, given) if self._instance is None else self.name()
         return self._lock(name, **options)
 
-    def lock_all(self, rows: Iterable[Any], **options: Any) -> LockSet:
+    def lock_all(self, rows: Iterable[Any], **options: Any) -> LockSet[Any]:
         """
         Name the locks of rows: ``with Invoice.fencing.lock_all(queryset) as leases:``.
 
         All of them are acquired, or none. `rows` is a queryset or objects. Takes the options of
         lock(); `blocking_timeout` is for all of them together.
         """
-        return LockSet(self, rows, options)
+        for unknown in options.keys() - {*_LOCK_OPTIONS}:
+            what, has = f"{self.model.__name__}.fencing.lock_all()", ", ".join(_LOCK_OPTIONS)
+            raise TypeError(f"{what} has no argument {unknown}; it has rows, {has}.")
+        return RowLocks(self, rows, options)
 
-    def names_of(self, rows: Iterable[Any]) -> list[str]:
-        """Return the names of rows' locks, in the order in which they are to be acquired."""
+    def names_of(self, rows: Iterable[Any], alias: str | None) -> list[str]:
+        """Return the names of rows' locks in their order; require those of `alias`, if given."""
         label = self.model.__name__
         if isinstance(rows, models.QuerySet):
             # Not the queryset itself, which would keep rows that were read before the locks.
             rows = rows.all()
-        if issubclass(getattr(rows, "model", type), self.table) and hasattr(rows, "lock_names"):
+        model: Any = getattr(rows, "model", type)
+        if issubclass(model, self.table) and hasattr(rows, "lock_names"):
             found: Iterable[str | None] = rows.lock_names()
+            kinds: set[Any] = {model}
         else:
             rows = list(rows)
             wrong = [row for row in rows if not isinstance(row, self.table)]
@@ -289,8 +293,17 @@ class FencingOf:
                     f"{wrong[0]!r}. Write {label}.objects.filter(pk__in=[...])."
                 )
             found = [name for name, _ in self.rows_of(rows)]
-        # By code points, which is the order of their bytes in UTF-8 as well.
-        return sorted({name or self._lock(name).name for name in found})
+            kinds = {type(row) for row in rows}
+        for kind in kinds:
+            if alias is not None and kind.fencing.spec.backend != alias:
+                raise ValueError(
+                    f"{label}.fencing.lock_all() was given rows of {kind.__name__}, whose locks "
+                    f"are of alias {kind.fencing.spec.backend!r}, not {alias!r}. One set has one "
+                    "alias: lock them in two sets."
+                )
+        return sort_names(
+            (name or self._lock(name).name for name in found), f"{label}.fencing.lock_all()"
+        )
 
     def _lock(self, name: str | None, **options: Any) -> Lock:
         if name is None:
@@ -368,71 +381,33 @@ class FencingOf:
         return f"{self.model.__name__}.fencing.lock({given})"
 
 
-class LockSet:
-    """
-    The locks of rows, for ``with`` and ``async with``: all are acquired, or none.
-
-    They are acquired in the order of their names, so that two sets never wait for each other. If
-    one is held, its `LockNotAcquired` is raised.
-    """
+class RowLocks(LockSet):
+    """The locks of rows. Their names are read each time that they are acquired."""
 
     def __init__(self, fencing: FencingOf, rows: Iterable[Any], options: Mapping[str, Any]) -> None:
-        self._fencing, self._rows, self._options = fencing, rows, options
-        self._what = f"{fencing.model.__name__}.fencing.lock_all()"
-        for unknown in options.keys() - {*_OF_ALL}:
-            has = ", ".join(_OF_ALL)
-            raise TypeError(f"{self._what} has no argument {unknown}; it has rows, {has}.")
-        #: Stands for any lock of the set; it checks the options.
-        self._any = fencing._lock(fencing.model._meta.label_lower, **options)
-        #: While a block is open, in any thread or task: its leases, and the stack that ends it.
-        self._open: dict[str, Any] = {}
+        self._fencing, self._rows = fencing, rows
+        # It checks the options.
+        first = fencing._lock(fencing.model._meta.label_lower, **options)
+        super().__init__(
+            (),
+            ttl=first._ttl,
+            blocking_timeout=options.get("blocking_timeout", UNSET),
+            backend=first.backend,
+            fenced=True,
+            required=first.required,
+        )
+        self.pattern = fencing.pattern
+        self._is_alias_given = "backend" in options
 
-    def __enter__(self) -> dict[str, Lease]:
-        forbid_in_event_loop(self._what, "async with {}")
-        leases: dict[str, Lease] = {}
-        with contextlib.ExitStack() as stack:
-            self._begin_only_block(stack, leases)
-            for each in self._locks(self._fencing.names_of(self._rows)):
-                block = _held(each, leases)
-                # An interrupt between the two would leave a lock held that was entered first.
-                stack.push(block)
-                block.__enter__()
-            self._open["stack"] = stack.pop_all()
-        return leases
+    @property
+    def _title(self) -> str:
+        return f"{self._fencing.model.__name__}.fencing.lock_all()"
 
-    def __exit__(self, *error: Any) -> None:
-        self._open["stack"].__exit__(*error)
+    def _find_names(self) -> Sequence[str]:
+        return self._fencing.names_of(self._rows, None if self._is_alias_given else self.backend)
 
-    async def __aenter__(self) -> dict[str, Lease]:
-        leases: dict[str, Lease] = {}
-        async with contextlib.AsyncExitStack() as stack:
-            self._begin_only_block(stack, leases)
-            names = await sync_to_async(self._fencing.names_of)(self._rows)
-            for each in self._locks(names):
-                leases[each.name] = await stack.enter_async_context(each)
-            self._open["stack"] = stack.pop_all()
-        return leases
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._open["stack"].__aexit__(*error)
-
-    def _begin_only_block(self, stack: Any, leases: dict[str, Lease]) -> None:
-        # Before it is open: an interrupt between the two would leave it open.
-        stack.callback(lambda: self._open.get("leases") is leases and self._open.pop("leases"))
-        if self._open.setdefault("leases", leases) is not leases:
-            raise RuntimeError(f"{self._what} was entered already. Call it again for each block.")
-
-    def _locks(self, names: Iterable[str]) -> Iterator[Lock]:
-        until = clock() + self._any.blocking_timeout
-        for name in names:
-            left = max(0.0, until - clock())
-            yield self._fencing._lock(name, **{**self._options, "blocking_timeout": left})
-
-
-@contextlib.contextmanager
-def _held(one: Lock, leases: dict[str, Lease]) -> Iterator[None]:
-    with one as leases[one.name]:
-        yield
+    async def _afind_names(self) -> Sequence[str]:
+        return await sync_to_async(self._find_names)()
 
 
 def is_known(value: Any) -> bool:

@@ -14,6 +14,7 @@ from django.db.models import Case, F, Q, Value, When
 from .. import logs, signals
 from ..core.identity import Holder, current_holder
 from ..core.manager import services
+from ..core.names import read_permit
 from ..exceptions import LockRequired, StaleFence, StaleObject, VersionConflict, WrongDatabase
 from ..lease import Lease, current_lease
 from ..lease_context import held_names
@@ -73,16 +74,17 @@ class Write:
     def _find(self, given: Lease | None) -> Lease | None:
         if given is not None:
             if given.name != self.name:
-                raise self.lock_required(f"the given lease is of lock {given.name!r}")
+                raise self.lock_required(
+                    f"the given lease is of lock {given.name!r}{_about_permits([given.name])}"
+                )
             if given.released or not given.is_of_this_process():
                 raise self.lock_required("the given lease was released")
         lease = given or (current_lease(self.name) if self.name is not None else None)
-        if lease is not None and lease.fenced:
+        if lease is not None and lease.fenced and not lease.shared:
             return lease
         policy, label = self.fencing.spec.without_lock, self.fencing.model._meta.label
         if policy == "reject":
-            why = "the lease held here was acquired with fenced=False"
-            raise self.lock_required(why if lease is not None else "")
+            raise self.lock_required(_why_not_covered(lease) if lease is not None else "")
         if policy == "warn":
             facts = logs.facts(name=self.name, model=label)
             logger.warning("%s %s without lock %r", self.doing, label, self.name, extra=facts)
@@ -106,6 +108,7 @@ class Write:
             remedy = "Set that to a value first."
         if not why and held:
             why = f"held here: {', '.join(map(repr, held[:3]))}{', ...' * (len(held) > 3)}"
+            why += _about_permits(held)
         elif not why:
             why, leases = "none is held here", self._leases()
             if any(lease.put_off and lease.who is current_holder() for lease in leases):
@@ -124,7 +127,11 @@ class Write:
     def _leases(self) -> list[Lease]:
         """Return the leases of the lock in this process, under any alias."""
         leases = (lease for each in [*services.values()] for lease in each.keeper.leases())
-        return [lease for lease in leases if lease.name == self.name and lease.fenced]
+        return [
+            lease
+            for lease in leases
+            if lease.name == self.name and lease.fenced and not lease.shared
+        ]
 
     @property
     def token(self) -> int:
@@ -201,6 +208,12 @@ class Write:
         why = "it was read before the lock was acquired, and written since; read it again under the"
         found = [*rows.values_list("pk", flat=True)[:1]]
         return self.error(f"{why} lock", pk=found[0], kind=StaleObject) if found else None
+
+
+def _why_not_covered(lease: Lease) -> str:
+    if lease.shared:
+        return "the lock is held shared here, and others may read the row meanwhile"
+    return "the lease held here was acquired with fenced=False"
 
 
 WRITTEN_SINCE = (
@@ -413,3 +426,8 @@ def _new_fence(write: Write) -> Any:
         # Tokens of different names can't be compared: 0 if it was never written under this one.
         return Value(0 if target.grant is None else target.token)
     return F("fence") if write.grant is None else Value(write.token)
+
+
+def _about_permits(held: Iterable[str]) -> str:
+    """Return what a message says of held permits: the holder of another one may write the row."""
+    return " (a permit covers no row)" if any(map(read_permit, held)) else ""

@@ -129,6 +129,9 @@ def entries(
     for row in rows:
         columns = {each.name for each in fields(ListedLock)} & vars(row).keys()
         held = holders.get(row.alias, {}).get(row.name)
+        if held is not None:
+            # Of several readers, the one that has this row.
+            held = next((each for each in held.others if each.owner == row.owner), held)
         remaining = (row.expires_at - now).total_seconds()
         state = _state(row, held, remaining) if row.alias in holders else State.UNKNOWN
         found.append(
@@ -189,6 +192,8 @@ class Asked:
     alias: str
     backend: str = ""
     holder: Holder | None = None
+    #: The further readers.
+    others: list[Holder] = field(default_factory=list)
     error: str = ""
 
 
@@ -241,12 +246,12 @@ def _asked(alias: str, name: str, silent: dict[str, str]) -> Asked:
     if alias in silent:
         return Asked(alias, error=silent[alias])
     try:
-        holder = service(alias).holder(name)
+        holders = service(alias).holders(name)
     except (BackendUnavailable, SettingsError) as exc:
         return Asked(alias, error=str(exc))
     # The database backend reads the rows of other aliases, too.
-    mine = holder is not None and holder.alias == alias
-    return Asked(alias, service(alias).backend.label, holder if mine else None)
+    mine = [each for each in holders if each.alias == alias]
+    return Asked(alias, service(alias).backend.label, mine[0] if mine else None, mine[1:])
 
 
 def duration(seconds: float) -> str:

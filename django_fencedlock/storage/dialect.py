@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
-from ..backends.interface import Claim, Grant
+from ..backends.interface import SHARED, Claim, Grant
 from ..core.identity import Holder, Owner
 from .connections import CURSOR, set_busy_timeout
 
@@ -30,6 +32,13 @@ Claimed = Claim | Grant
 
 # The tables of models, which can't be imported here: Django may not have loaded its apps yet.
 FENCE, HELD = "django_fencedlock_fence", "django_fencedlock_heldlock"
+
+
+def new_id() -> int:
+    """Return the key of a new row, at random."""
+    # MariaDB's AUTO_INCREMENT locks the table until the end of an INSERT ... SELECT, which may wait
+    # for a row. And a program may seed `random` alike in each of its processes.
+    return int.from_bytes(os.urandom(8), "big") >> 1
 
 
 # Each lock makes one, and a frozen one takes five times as long to make.
@@ -47,17 +56,32 @@ class Entry:
     session_started: datetime | None = None
     session_key: int | None = None
     permits: int | None = None
+    shared: bool = False
+
+    @property
+    def slot(self) -> str:
+        """Which of the rows of the name: each reader has one of its own."""
+        return self.owner.id if self.shared else ""
+
+    @property
+    def fence_owner(self) -> str:
+        """The owner in the fence: all readers have one."""
+        return SHARED if self.shared else self.owner.id
 
     def values(self) -> dict[str, Any]:
         """The values of `COLUMNS`, by column."""
-        lock = (self.name, self.alias, self.backend, self.fenced)
+        lock = (new_id(), self.name, self.slot, self.alias, self.backend, self.fenced)
         session = (self.session_pid, self.session_started, self.session_key)
         return dict(zip(COLUMNS, (*lock, *self.owner, *session, self.permits), strict=True))
 
 
 _LOCK = ("name", "alias", "backend", "fenced", "owner", *Owner._fields[1:])
-COLUMNS = (*_LOCK, "session_pid", "session_started", "session_key", "permits")
+#: What an update of a row leaves as it is.
+KEY = ("id", "name", "slot")
+COLUMNS = (*KEY, *_LOCK[1:], "session_pid", "session_started", "session_key", "permits")
 TIME_COLUMNS = ("acquired_at", "renewed_at", "expires_at")
+#: The columns that an update of a row sets.
+UPDATED = (*COLUMNS[len(KEY) :], *TIME_COLUMNS)
 CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
 VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
 INTO_HELD = f"{HELD} ({', '.join((*COLUMNS, *TIME_COLUMNS))})"
@@ -75,6 +99,8 @@ class Row(NamedTuple):
     expires_at: datetime
     #: The time of the database when the row was read.
     read_at: datetime
+    #: Whether it is a reader's; the name may have several then.
+    shared: bool = False
 
     @property
     def live(self) -> bool:
@@ -88,6 +114,7 @@ class Row(NamedTuple):
             token=self.token,
             acquired_at=self.acquired_at,
             expires_at=self.expires_at,
+            shared=self.shared,
         )
 
     def conflicts_with(self, alias: str, backend: str) -> bool:
@@ -98,7 +125,9 @@ class Row(NamedTuple):
 def entry_of(claim: Claimed, alias: str, label: str) -> Entry:
     """Return the row of the registry that a claim's grant has."""
     owner = Owner.read(claim.owner, claim.identity)
-    return Entry(claim.name, alias, label, owner, claim.ttl, claim.fenced, permits=claim.permits)
+    entry = Entry(claim.name, alias, label, owner, claim.ttl, claim.fenced)
+    entry.permits, entry.shared = claim.permits, claim.shared
+    return entry
 
 
 def machine_time() -> datetime:
@@ -235,21 +264,31 @@ class Ledger:
         return self.look_at(connection, [name]).get(name)
 
     def look_at(self, connection: BaseDatabaseWrapper, names: Sequence[str]) -> dict[str, Row]:
-        """Read the rows of many names."""
-        rows: dict[str, Row] = {}
+        """Read a row of each of many names: of several, one that is live."""
+        found = self.all_rows(connection, names)
+        return {name: max(rows, key=lambda row: row.live) for name, rows in found.items()}
+
+    def all_rows(
+        self, connection: BaseDatabaseWrapper, names: Sequence[str]
+    ) -> dict[str, list[Row]]:
+        """Read all rows of many names: each reader has one of its own."""
+        rows: defaultdict[str, list[Row]] = defaultdict(list)
         with self.cursor(connection) as cursor:
             for start in range(0, len(names), BATCH):
                 inside, given = listed("n", names[start:][:BATCH])
                 cursor.execute(
                     f"SELECT {', '.join(f'h.{column}' for column in _LOCK)}, "
-                    f"f.token, h.acquired_at, h.expires_at, {self.clock} FROM {HELD} h "
-                    f"LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner "
-                    f"WHERE h.name IN ({inside})",
+                    f"h.slot, f.token, h.acquired_at, h.expires_at, {self.clock} FROM {HELD} h "
+                    f"LEFT JOIN {FENCE} f ON f.name = h.name "
+                    f"AND f.owner = CASE WHEN h.slot = '' THEN h.owner ELSE '{SHARED}' END "
+                    f"WHERE h.name IN ({inside}) AND h.owner <> '{SHARED}' "
+                    "ORDER BY h.acquired_at, h.owner",
                     {**given, **self.times()},
                 )
-                for name, *lock, token, acquired, expires, now in cursor.fetchall():
+                for name, *lock, slot, token, acquired, expires, now in cursor.fetchall():
                     times = (as_time(each, connection) for each in (acquired, expires, now))
-                    rows[name] = Row._make((*lock[:3], Owner(*lock[3:]), token, *times))
+                    found = (*lock[:3], Owner(*lock[3:]), token, *times, slot != "")
+                    rows[name].append(Row._make(found))
         return rows
 
     def now(self, connection: BaseDatabaseWrapper) -> datetime:
@@ -301,10 +340,15 @@ class Ledger:
             given = {**self.parameters(connection, entry), "token": token, **seen_values(seen)}
             cursor.execute(
                 f"SELECT 1 FROM {HELD} WHERE name = %(name)s AND expires_at > {self.clock} "
-                "AND (alias <> %(alias)s OR backend <> %(backend)s)",
+                f"AND (alias <> %(alias)s OR backend <> %(backend)s) AND owner <> '{SHARED}'",
                 given,
             )
-            if cursor.fetchone() is not None or not self._raise_fence(cursor, given):
+            if cursor.fetchone() is not None:
+                return False
+            if seen == (token, SHARED):
+                if self.newest(connection, entry.name) != seen:
+                    return False
+            elif not self._raise_fence(cursor, given):
                 return False
             if not self._insert(cursor, given):
                 self._overwrite(cursor, given)
@@ -353,14 +397,16 @@ class Ledger:
         return {"now": utc_text(now), "expiry": utc_text(now + timedelta(seconds=ttl))}
 
     def parameters(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
-        return self.values(connection, entry) | self.times(entry.ttl)
+        given = self.values(connection, entry)
+        given.update(self.times(entry.ttl), fence_owner=entry.fence_owner)
+        return given
 
     def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
         """Make the proposed token the newest; False if it isn't newer, or the fence has changed."""
         # Two statements: MySQL can't tell an inserted row from one that was left as it was.
         as_seen = "" if given["seen"] is None else " AND token = %(seen)s AND owner = %(writer)s"
         cursor.execute(
-            f"UPDATE {FENCE} SET token = %(token)s, owner = %(owner)s "
+            f"UPDATE {FENCE} SET token = %(token)s, owner = %(fence_owner)s "
             f"WHERE name = %(name)s AND token < %(token)s{as_seen}",
             given,
         )
@@ -368,7 +414,7 @@ class Ledger:
             return True
         cursor.execute(
             f"{self.insert_or_ignore} INTO {FENCE} (name, token, owner) "
-            "VALUES (%(name)s, %(token)s, %(owner)s)",
+            "VALUES (%(name)s, %(token)s, %(fence_owner)s)",
             given,
         )
         return bool(cursor.rowcount)
@@ -391,10 +437,10 @@ class Ledger:
         return f"{self.insert_or_ignore} INTO {INTO_HELD} {self.if_absent.format(values)}"
 
     def _overwrite(self, cursor: Any, given: dict[str, Any], condition: str = "") -> bool:
-        columns = ", ".join(f"{column} = %({column})s" for column in COLUMNS[1:])
+        columns = ", ".join(f"{column} = %({column})s" for column in COLUMNS[len(KEY) :])
         cursor.execute(
             f"UPDATE {HELD} SET {columns}, acquired_at = {self.clock}, renewed_at = {self.clock}, "
-            f"expires_at = {self.expiry} WHERE name = %(name)s{condition}",
+            f"expires_at = {self.expiry} WHERE name = %(name)s AND slot = %(slot)s{condition}",
             given,
         )
         return bool(cursor.rowcount)
@@ -429,7 +475,8 @@ def batches(leases: Sequence[Claimed]) -> Iterator[tuple[str, dict[str, Any]]]:
         part = leases[start : start + BATCH]
         names, given = listed("n", [lease.name for lease in part])
         owners, more = listed("o", [lease.owner for lease in part])
-        yield f"name IN ({names}) AND owner IN ({owners})", given | more
+        # The slots, because InnoDB locks the rows that an index leads to, other readers' as well.
+        yield f"name IN ({names}) AND slot IN ('', {owners}) AND owner IN ({owners})", given | more
 
 
 def seen_values(seen: Newest | None) -> dict[str, Any]:

@@ -27,7 +27,8 @@ IDLE_TOO_LONG = "25P03"
 
 def grant_of(lease: Lease) -> WriteGrant:
     """Return the part of a lease that a database can check."""
-    return WriteGrant(lease.name, lease.token, lease.owner_id, lease.alias, patience=lease.ttl)
+    owner = lease.grant.fence_owner
+    return WriteGrant(lease.name, lease.token, owner, lease.alias, patience=lease.ttl)
 
 
 def is_pinned(connection: BaseDatabaseWrapper, grant: WriteGrant) -> bool:
@@ -58,7 +59,7 @@ def pinned_atomic(leases: Leases, using: str | None = None) -> Iterator[None]:
     with block, connection.execute_wrapper(_notice_rollback):
         for grant in not_newest(using, grants):
             stale = leases[grants.index(grant)]
-            raise _stale(stale, overtaken(connection, grant))
+            raise _stale(stale, overtaken(connection, grant, stale.owner_id))
         block.owners = {grant.owner for grant in grants}
         yield
 

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, TypeVar
 
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import BooleanField, Exists, Expression, OuterRef, Q, Value
+from django.db.models import BooleanField, Exists, Expression, F, OuterRef, Q, Value
 from django.db.models.functions import Greatest
 from django.db.models.sql.compiler import SQLCompiler
 
-from ..backends.interface import Grant
+from ..backends.interface import SHARED, Grant
 from ..conf import AliasConfig
 from ..core.identity import Holder
 from .connections import SQLITE_BUSY_TIMEOUT, pool, test_connection, time_limited
 from .dialect import BATCH, FENCE, Claimed, Newest, Row, as_time, entry_of
+from .readers import SharedLedger
 from .records import Records, ServerTime, durable, fetch, insert, private_query, rows_of
-from .sets import SetLedger
 from .text import fit_column
 from .vendors import LEDGERS
 
@@ -45,7 +45,7 @@ class Fences:
         known = [
             (entry_of(grant, self._config.alias, self._label), grant.token)
             for grant in grants
-            if grant.token is not None
+            if grant.token is not None and not grant.shared
         ]
         return self._run(lambda ledger, used: ledger.record_all(used, known)) if known else set()
 
@@ -55,15 +55,24 @@ class Fences:
             lambda ledger, used: (ledger.look(used, name), ledger.newest(used, name) or (0, ""))
         )
 
+    def read_all(self, name: str) -> tuple[list[Row], Newest]:
+        """Read all rows of a name, of which each reader has one, and its fence."""
+        return self._run(
+            lambda ledger, used: (
+                ledger.all_rows(used, [name]).get(name, []),
+                ledger.newest(used, name) or (0, ""),
+            )
+        )
+
     def renew(self, grants: Sequence[Grant]) -> list[Grant]:
         """Renew the rows of grants; return those that a newer grant came after."""
 
-        def renew(ledger: SetLedger, used: BaseDatabaseWrapper) -> list[Grant]:
+        def renew(ledger: SharedLedger, used: BaseDatabaseWrapper) -> list[Grant]:
             kept = ledger.renew(used, grants)
             gone = ledger.missing(used, grants, kept)
             overtaken = []
             for grant in (each for each in grants if each.owner in gone):
-                if ledger.newest(used, grant.name) != (grant.token, grant.owner):
+                if ledger.newest(used, grant.name) != (grant.token, grant.fence_owner):
                     overtaken.append(grant)
                 else:
                     # Only its row is missing.
@@ -82,7 +91,7 @@ class Fences:
         return LEDGERS[connections[self._config.fence_database].vendor].is_row_locked(error)
 
     def _run(
-        self, work: Callable[[SetLedger, BaseDatabaseWrapper], T], patience: float | None = None
+        self, work: Callable[[SharedLedger, BaseDatabaseWrapper], T], patience: float | None = None
     ) -> T:
         sessions = pool(self._config.fence_database, self._timeout)
         return sessions.run(lambda used: work(LEDGERS[used.vendor], used), busy_timeout=patience)
@@ -110,6 +119,7 @@ class WriteGrant(NamedTuple):
 
     name: str
     token: int
+    #: In the fence: see `Grant.fence_owner`.
     owner: str
     alias: str
     #: For how long a silent transaction may keep the next grant waiting, in seconds.
@@ -215,6 +225,8 @@ class Revoked(NamedTuple):
     note: Note
     #: Whether it was done by this call.
     is_new: bool
+    #: Another grant was recorded since the fence was read, so it wasn't raised.
+    is_overtaken: bool = False
 
 
 class Revoking(Records):
@@ -223,35 +235,42 @@ class Revoking(Records):
     @private_query("force the release")
     def revoke(
         self,
-        held: Claimed,
+        held: Grant,
         by: str,
         *,
         proposed: int | None,
         seen: Newest | None = None,
         again: bool = False,
+        others: Sequence[str] = (),
     ) -> Revoked:
         """
         Raise the fence above every grant of the owner, and note who did it; twice, if `again`.
 
         The owner may be about to record the token `proposed` by its service, or the number after
         the fence `seen`: read before the service named the owner, or set by the first raise.
+        `others` are the owner ids of further readers, which share the first one's grant.
         """
         with durable(self.using, PATIENCE):
-            note = notes(self.using, [held.owner]).get(held.owner)
+            noted = notes(self.using, [held.owner, *others])
+            note = noted.get(held.owner)
             # Done before: a second forced release raises nothing, unless the holder came back.
             last = seen if note is None or again else None
-            is_new = held.fenced and self._raise(held, proposed or 0, last or (-1, ""))
-            if note is None:
-                by = fit_column(connections[self.using], by, 200)
-                values = {"name": held.name, "released_by": by, "released_at": ServerTime()}
-                added = insert(self.using, "ForcedRelease", owner=held.owner, **values)
+            is_raised = held.fenced and self._raise(held, proposed or 0, last or (-1, ""))
+            is_new = is_raised
+            by = fit_column(connections[self.using], by, 200)
+            values = {"name": held.name, "released_by": by, "released_at": ServerTime()}
+            for owner in {held.owner, *others}.difference(noted):
+                added = insert(self.using, "ForcedRelease", owner=owner, **values)
                 is_new = is_new or added is not None
-                note = notes(self.using, [held.owner])[held.owner]
-            fence = fetch(rows_of("Fence", self.using).filter(name=held.name), "token")
-            return Revoked(fence[0].token if held.fenced and fence else None, note, is_new)
+            note = note or notes(self.using, [held.owner])[held.owner]
+            fences = rows_of("Fence", self.using).filter(name=held.name)
+            found = fetch(fences, "token", "owner") if held.fenced else []
+            newest = (found[0].token, found[0].owner) if found else None
+            is_overtaken = not is_raised and newest not in (None, seen)
+            return Revoked(newest and newest[0], note, is_new, is_overtaken)
 
-    def _raise(self, held: Claimed, proposed: int, last: Newest) -> bool:
-        below = Q(owner=held.owner) | Q(token__lt=proposed) | Q(token=last[0], owner=last[1])
+    def _raise(self, held: Grant, proposed: int, last: Newest) -> bool:
+        below = Q(owner=held.fence_owner) | Q(token__lt=proposed) | Q(token=last[0], owner=last[1])
         token = Greatest("token", Value(proposed)) + 1
         return _raise_or_make(self.using, held.name, below, token, proposed and proposed + 1)
 
@@ -296,9 +315,14 @@ def told(using: str, owners: Sequence[str]) -> dict[str, str]:
 
 
 def overtaken(
-    connection: BaseDatabaseWrapper, grant: WriteGrant
+    connection: BaseDatabaseWrapper, grant: WriteGrant, owner_id: str = ""
 ) -> tuple[str, Holder | None] | None:
-    """Return why `grant` isn't the newest, and the holder of the newest; None if it is."""
+    """
+    Return why `grant` isn't the newest, and the holder of the newest; None if it is.
+
+    Args:
+        owner_id: The holder's: in the fence, all readers have the same owner.
+    """
     ledger = LEDGERS[connection.vendor]
     newest = ledger.newest(connection, grant.name)
     if newest == (grant.token, grant.owner):
@@ -308,10 +332,13 @@ def overtaken(
     token, owner = newest
     why = f"the newest token is {token}"
     row = ledger.look(connection, grant.name)
-    if row is not None and row.owner.id == owner:
+    if row is not None and row.token == token:
         holder = row.holder()
         return f"{why}, granted to {holder}", holder
-    note = notes(connection.alias, [grant.owner]).get(grant.owner)
+    released = owner_id or grant.owner
+    note = notes(connection.alias, [released]).get(released)
+    if note is None and grant.owner == SHARED and not owner:
+        return f"{why}: it was raised, as by the forced release of another reader", None
     return f"{why}: {note}" if note else why, None
 
 
@@ -328,6 +355,13 @@ def lift(using: str, highest: Mapping[str, int]) -> None:
         # In the order of their names: two processes would wait for each other otherwise.
         for name, token in sorted(highest.items()):
             _raise_or_make(using, name, Q(token__lt=token), token + 1, token + 1)
+
+
+def raise_fence(using: str, name: str, seen: Newest) -> bool:
+    """Raise a fence if the newest grant is still the one that was read; return whether it was."""
+    with durable(using, RESYNC_PATIENCE):
+        rows = rows_of("Fence", using).filter(name=name, token=seen[0], owner=seen[1])
+        return bool(rows.update(token=F("token") + 1, owner=""))
 
 
 def pinned_by(using: str, name: str, seconds: float = BRIEFLY) -> str:

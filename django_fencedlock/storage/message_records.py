@@ -49,7 +49,7 @@ class Begun:
         return self.tries == 1 and not self.outcome
 
 
-def begin(using: str, message: Message) -> Begun:
+def begin(using: str, message: Message, former: str | None = None) -> Begun:
     """Do what `MessageRecords.begin()` does, as a part of another query."""
     # A sweep may delete a row that is there before it is read.
     for _ in range(2):
@@ -70,7 +70,10 @@ def begin(using: str, message: Message) -> Begun:
             return Begun(1, "", owner=message.owner)
         # Not again for the same run, which may come twice if an answer was lost.
         unfinished = rows_of("MessageRecord", using).filter(nonce=message.nonce, outcome="")
-        unfinished.exclude(owner=message.owner).update(
+        others = unfinished.exclude(owner=message.owner)
+        if former is not None:
+            others = others.filter(owner=former)
+        others.update(
             tries=F("tries") + 1, owner=message.owner, kept_until=MessageTime(message.kept)
         )
         if found := _newest(using, message):
@@ -91,9 +94,14 @@ class MessageRecords(Records):
     """The messages of one alias."""
 
     @private_query("record the beginning of a delivery")
-    def begin(self, message: Message) -> Begun:
-        """Record that a delivery begins, unless an earlier one has ended."""
-        return begin(self.using, message)
+    def begin(self, message: Message, former: str | None = None) -> Begun:
+        """
+        Record that a delivery begins, unless an earlier one has ended.
+
+        Args:
+            former: Only after a delivery of this owner; two may have a permit at the same time.
+        """
+        return begin(self.using, message, former)
 
     @private_query("record the end of a delivery")
     def finish(self, message: Message, outcome: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from django.db import IntegrityError
 from django.db.models import Case, Exists, F, OuterRef, QuerySet, When
 
+from ..backends.interface import SHARED
 from . import message_records
 from .message_records import Begun
 from .records import MessageTime, Records, ServerTime, fetch, insert, private_query
@@ -135,7 +136,8 @@ class PendingRuns(Records):
     @private_query("look for pending runs")
     def overdue(self, task_names: Sequence[str], queues: Sequence[str], most: int) -> list[Pending]:
         """Return what is due of these tasks and queues, and has no holder."""
-        live = self.rows("HeldLock").filter(name=OuterRef("name"), expires_at__gt=ServerTime())
+        held = self.rows("HeldLock").exclude(owner=SHARED)
+        live = held.filter(name=OuterRef("name"), expires_at__gt=ServerTime())
         due = self.rows("PendingRun").filter(
             ~Exists(live),
             due_at__lte=ServerTime(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -9,20 +10,25 @@ from typing import Any, Self
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from ..backends.interface import SHARED
 from .connections import CURSOR
 from .dialect import (
+    CLEAR,
     COLUMNS,
     FENCE,
     HELD,
     LOCK_WAIT,
     TIME_COLUMNS,
+    UPDATED,
     Claimed,
     Entry,
     Newest,
     find_pin,
+    new_id,
     seen_values,
 )
-from .sets import OF_EACH, SetLedger
+from .readers import FOREVER, NOTED, SharedLedger
+from .sets import OF_EACH
 
 #: Whatever the server's setting is, the commit outlasts a crash: otherwise a token could be granted
 #: again, or a stored message be lost.
@@ -35,6 +41,7 @@ LAZY_LIMITS = LIMITS.replace("'on'", "'off'")
 
 # Where statements are prepared, the server has to know the types of their parameters.
 TYPES = {
+    "id": "bigint",
     "fenced": "boolean",
     "pid": "bigint",
     "pid_started": "bigint",
@@ -47,7 +54,7 @@ TYPES = {
 }
 VALUES = ", ".join(f"%({column})s::{TYPES.get(column, 'text')}" for column in COLUMNS)
 TIMES = "c.now, c.now, c.now + %(ttl)s * interval '1 second'"
-SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in (*COLUMNS[1:], *TIME_COLUMNS))
+SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in UPDATED)
 INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join((*COLUMNS, *TIME_COLUMNS))})"
 
 # A request may reach the server twice, the second time when its holder is at work already: with a
@@ -60,9 +67,9 @@ _CLAIM_ROW = f"""
     {INTO_HELD}
     SELECT {VALUES}, {TIMES} FROM s, (SELECT clock_timestamp() AS now) c
     WHERE NOT EXISTS (
-        SELECT 1 FROM {HELD} x WHERE x.name = %(name)s::text AND x.owner <> %(owner)s::text
-        AND x.expires_at > clock_timestamp())
-    ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+        SELECT 1 FROM {HELD} x WHERE x.name = %(name)s::text AND x.owner <> %(fence_owner)s::text
+        AND x.expires_at > clock_timestamp() AND (x.slot = '' OR %(slot)s::text = ''))
+    ON CONFLICT (name, slot) DO UPDATE SET {SET_ALL}
     WHERE h.expires_at <= clock_timestamp() OR h.owner = EXCLUDED.owner
     RETURNING h.name, h.owner
 """
@@ -73,34 +80,132 @@ INSERT INTO {FENCE} AS f (name, token, owner) SELECT h.name, 1, h.owner FROM h
 ON CONFLICT (name) DO UPDATE SET {DRAW}, owner = EXCLUDED.owner
 RETURNING f.token
 """
+# Never a reader's: two parameters less.
+CLAIM = CLAIM.replace("%(slot)s::text", "''").replace("%(fence_owner)s", "%(owner)s")
 
 ENTER = f"WITH {LIMITS} {_CLAIM_ROW}"
 
 #: True if the name is live at another lock service.
 CONFLICT = f"""EXISTS (
     SELECT 1 FROM {HELD} x WHERE x.name = %(name)s::text AND x.expires_at > clock_timestamp()
-    AND (x.alias <> %(alias)s::text OR x.backend <> %(backend)s::text))"""
+    AND (x.alias <> %(alias)s::text OR x.backend <> %(backend)s::text)
+    AND x.owner <> '{SHARED}')"""
 
 # The fence comes first: whether its token rises decides everything.
 RECORD = f"""
 WITH {LIMITS}, f AS (
     INSERT INTO {FENCE} AS f (name, token, owner)
-    SELECT %(name)s::text, %(token)s::bigint, %(owner)s::text FROM s WHERE NOT {CONFLICT}
+    SELECT %(name)s::text, %(token)s::bigint, %(fence_owner)s::text FROM s WHERE NOT {CONFLICT}
     ON CONFLICT (name) DO UPDATE SET token = EXCLUDED.token, owner = EXCLUDED.owner
     WHERE f.token < EXCLUDED.token AND (
         %(seen)s::bigint IS NULL OR f.token = %(seen)s::bigint AND f.owner = %(writer)s::text)
     RETURNING f.token)
 {INTO_HELD}
 SELECT {VALUES}, {TIMES} FROM f, (SELECT clock_timestamp() AS now) c
-ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+ON CONFLICT (name, slot) DO UPDATE SET {SET_ALL}
 RETURNING h.name
 """
+
+# The rest of the readers' grants is unlocked: one may have the fence locked.
+RECORD_READER = f"""
+WITH {LIMITS}
+{INTO_HELD}
+SELECT {VALUES}, {TIMES} FROM s, (SELECT clock_timestamp() AS now) c
+WHERE NOT {CONFLICT} AND EXISTS (
+    SELECT 1 FROM {FENCE} f WHERE f.name = %(name)s::text AND f.token = %(seen)s::bigint
+    AND f.owner = %(writer)s::text AND %(token)s::bigint = f.token)
+ON CONFLICT (name, slot) DO UPDATE SET {SET_ALL}
+RETURNING h.name
+"""
+
+# Readers and writers. The claim of a reader locks the anchor, and so does a writer's: it is the row
+# with slot ''. Each compares the newest version of that row, also after a wait.
+_ANCHOR = {
+    column: f"%({column})s::{TYPES.get(column, 'text')}"
+    for column in ("name", "alias", "backend", "fenced")
+} | {"id": "%(anchor)s::bigint", "owner": f"'{SHARED}'"}
+_EMPTY = {"pid": "0", "pid_started": "0", "permits": "NULL::integer"}
+_EMPTY |= {each: f"NULL::{TYPES[each]}" for each in COLUMNS if each.startswith("session_")}
+_ANCHOR_VALUES = ", ".join(_ANCHOR.get(each, _EMPTY.get(each, "''")) for each in COLUMNS)
+# It rises with each reader, by which `settle()` notices a reader that came meanwhile.
+_RISING = "renewed_at = greatest(EXCLUDED.renewed_at, h.renewed_at + interval '1 microsecond')"
+_SET_ANCHOR = SET_ALL.replace("renewed_at = EXCLUDED.renewed_at", _RISING)
+
+#: Whether a writer has the name, or stops new readers. A claim that comes twice has its row.
+_CLOSED = f"""CASE WHEN {{row}}.owner <> '{SHARED}' THEN {{row}}.expires_at > clock_timestamp()
+    ELSE coalesce({{row}}.no_readers_until > clock_timestamp(), false) AND NOT EXISTS (
+        SELECT 1 FROM {HELD} o WHERE o.name = %(name)s::text AND o.slot = %(slot)s::text) END"""
+
+# As in a writer's claim, the anchor is looked at before it is locked.
+CLAIM_SHARED = f"""
+WITH {LIMITS}, c AS MATERIALIZED (SELECT clock_timestamp() AS now), a AS (
+    {INTO_HELD}
+    SELECT {_ANCHOR_VALUES}, c.now, c.now, c.now + interval '{FOREVER} seconds' FROM s, c
+    WHERE NOT EXISTS (
+        SELECT 1 FROM {HELD} x WHERE x.name = %(name)s::text AND x.slot = ''
+        AND {_CLOSED.format(row="x")})
+    ON CONFLICT (name, slot) DO UPDATE SET {_SET_ANCHOR}
+    WHERE NOT {_CLOSED.format(row="h")}
+    RETURNING h.name)
+{INTO_HELD}
+SELECT {VALUES}, {TIMES} FROM a, c
+ON CONFLICT (name, slot) DO UPDATE SET {SET_ALL}
+RETURNING h.name
+"""
+
+# As long as the reader's row is there, no writer is granted. It is locked, so that the fence isn't
+# raised for a reader whose lease has expired, beside a writer. The fence is locked by the first
+# reader alone: another one's transaction may have it locked.
+DRAW_SHARED = f"""
+WITH {LIMITS}, r AS MATERIALIZED (
+    SELECT h.name FROM {HELD} h, s WHERE h.name = %(name)s::text AND h.slot = %(slot)s::text
+    FOR UPDATE OF h),
+k AS MATERIALIZED (
+    SELECT f.token FROM r JOIN {FENCE} f ON f.name = r.name AND f.owner = '{SHARED}'),
+f AS (
+    INSERT INTO {FENCE} AS f (name, token, owner)
+    SELECT r.name, 1, '{SHARED}' FROM r WHERE NOT EXISTS (SELECT 1 FROM k)
+    ON CONFLICT (name) DO UPDATE SET {DRAW}, owner = EXCLUDED.owner
+    RETURNING f.token)
+SELECT token FROM k UNION ALL SELECT token FROM f
+"""
+
+NOTE_WRITER = f"""
+WITH {LAZY_LIMITS}
+UPDATE {HELD} h SET no_readers_until = clock_timestamp() + interval '{NOTED} seconds' FROM s
+WHERE h.name = %(name)s::text AND h.slot = '' AND h.owner = '{SHARED}'
+"""
+
+# One statement sees the rows as they were when it began. The anchor is freed only if every reader
+# that was there then was deleted here, and none has come since: its `renewed_at` is the same. Both
+# are compared with the newest version of each row.
+# Returns: whether the leaving reader had a row; whether the anchor was freed.
+_SETTLE = f"""
+WITH {LAZY_LIMITS}, a AS MATERIALIZED (
+    SELECT h.id, h.renewed_at FROM {HELD} h, s
+    WHERE h.name = %(name)s::text AND h.slot = '' AND h.owner = '{SHARED}'),
+d AS (
+    DELETE FROM {HELD} h USING s WHERE h.name = %(name)s::text AND h.slot <> ''
+    AND (h.slot = %(owner)s::text OR h.expires_at <= clock_timestamp()) RETURNING h.slot),
+u AS (
+    {{}} h.id = a.id AND h.owner = '{SHARED}' AND h.renewed_at = a.renewed_at AND (
+        SELECT count(*) FROM d) = (
+        SELECT count(*) FROM {HELD} x WHERE x.name = %(name)s::text AND x.slot <> '')
+    RETURNING h.id)
+SELECT EXISTS (SELECT 1 FROM d WHERE slot = %(owner)s::text), EXISTS (SELECT 1 FROM u)
+"""
+SETTLE = _SETTLE.format(f"UPDATE {HELD} h SET expires_at = clock_timestamp() FROM a WHERE")
+# While a writer waits, the anchor keeps new readers out.
+LEAVE = _SETTLE.format(
+    f"DELETE FROM {HELD} h USING a WHERE coalesce(h.no_readers_until, '-infinity') <= "
+    "clock_timestamp() AND"
+)
 
 # A set is an array for each column that differs, in the order of the names. Rows are locked in that
 # order, those of the registry before the fences: two sets don't wait for each other.
 _SET = """e AS MATERIALIZED (
-    SELECT e.* FROM s, unnest(%(names)s::text[], %(owners)s::text[], %(permits)s::int[], {})
-    WITH ORDINALITY AS e(name, owner, permits, {}, place))"""
+    SELECT e.* FROM s, unnest(%(ids)s::bigint[], %(names)s::text[], %(owners)s::text[],
+        %(permits)s::int[], {}) WITH ORDINALITY AS e(id, name, owner, permits, {}, place))"""
 _SET_VALUES = ", ".join(
     f"e.{column}" if column in OF_EACH else f"%({column})s::{TYPES.get(column, 'text')}"
     for column in COLUMNS
@@ -113,7 +218,7 @@ _SET_ROWS = f"""
         SELECT 1 FROM {HELD} x WHERE x.name = ANY(%(names)s::text[])
         AND x.owner <> ALL(%(owners)s::text[]) AND x.expires_at > clock_timestamp())
     ORDER BY e.place
-    ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+    ON CONFLICT (name, slot) DO UPDATE SET {SET_ALL}
     WHERE h.expires_at <= clock_timestamp() OR h.owner = EXCLUDED.owner
     RETURNING h.name, h.owner
 """
@@ -137,7 +242,8 @@ WITH {LIMITS}, {_SET.format("%(tokens)s::bigint[]", "token")}, f AS (
     INSERT INTO {FENCE} AS f (name, token, owner)
     SELECT e.name, e.token, e.owner FROM e WHERE NOT EXISTS (
         SELECT 1 FROM {HELD} x WHERE x.name = e.name AND x.expires_at > clock_timestamp()
-        AND (x.alias <> %(alias)s::text OR x.backend <> %(backend)s::text))
+        AND (x.alias <> %(alias)s::text OR x.backend <> %(backend)s::text)
+        AND x.owner <> '{SHARED}')
     ORDER BY e.place
     ON CONFLICT (name) DO UPDATE SET token = EXCLUDED.token, owner = EXCLUDED.owner
     WHERE f.token < EXCLUDED.token
@@ -145,7 +251,7 @@ WITH {LIMITS}, {_SET.format("%(tokens)s::bigint[]", "token")}, f AS (
 {INTO_HELD}
 SELECT {_SET_VALUES}, {TIMES} FROM e JOIN f USING (name),
     (SELECT clock_timestamp() AS now) c ORDER BY e.place
-ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+ON CONFLICT (name, slot) DO UPDATE SET {SET_ALL}
 RETURNING h.name
 """
 
@@ -162,10 +268,10 @@ w AS MATERIALIZED (
     SELECT name, owner, ttl FROM s, unnest(%(names)s::text[], %(owners)s::text[],
         %(ttls)s::double precision[]) AS w(name, owner, ttl)),
 p AS MATERIALIZED (
-    SELECT h.name, w.ttl FROM {HELD} h JOIN w ON h.name = w.name AND h.owner = w.owner
+    SELECT h.id, w.ttl FROM {HELD} h JOIN w ON h.name = w.name AND h.owner = w.owner
     {{}})
 UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
-FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name RETURNING h.owner
+FROM p, (SELECT clock_timestamp() AS now) c WHERE h.id = p.id RETURNING h.owner
 """
 
 #: What `session_words()` describes.
@@ -226,7 +332,7 @@ class DriverCursor:
         return int(self._raw.rowcount)
 
 
-class PostgresLedger(SetLedger):
+class PostgresLedger(SharedLedger):
     clock = "clock_timestamp()"
     expiry = "clock_timestamp() + %(ttl)s * interval '1 second'"
     lock_rows = "FOR UPDATE OF h"
@@ -257,7 +363,8 @@ class PostgresLedger(SetLedger):
     ) -> bool:
         given = {**self.parameters(connection, entry), "token": token, **seen_values(seen)}
         with self.cursor(connection) as cursor:
-            cursor.execute(RECORD, given)
+            # Readers leave the fence of the readers before them alone.
+            cursor.execute(RECORD_READER if seen == (token, SHARED) else RECORD, given)
             return cursor.fetchone() is not None
 
     def claim_all(
@@ -292,8 +399,40 @@ class PostgresLedger(SetLedger):
             cursor.execute(CLEAR_MANY, _arrays(leases))
             return int(cursor.rowcount)
 
+    def claim_shared(
+        self, connection: BaseDatabaseWrapper, entry: Entry
+    ) -> tuple[bool, int | None]:
+        given = self.parameters(connection, entry)
+        with self.cursor(connection) as cursor:
+            cursor.execute(CLAIM_SHARED, {**given, "anchor": new_id()})
+            if cursor.fetchone() is None:
+                return False, None
+            if not entry.fenced:
+                return True, None
+            try:
+                cursor.execute(DRAW_SHARED, given)
+                row = cursor.fetchone()
+            except BaseException:
+                # The row is committed already, and would exclude writers for a whole ttl.
+                with contextlib.suppress(Error):
+                    cursor.execute(CLEAR, given)
+                raise
+            return row is not None, row and row[0]
+
+    def note_writer(self, connection: BaseDatabaseWrapper, name: str) -> None:
+        with self.cursor(connection) as cursor:
+            cursor.execute(NOTE_WRITER, {"name": name})
+
+    def _settle(
+        self, connection: BaseDatabaseWrapper, name: str, leaving: str = ""
+    ) -> tuple[bool, bool]:
+        with self.cursor(connection) as cursor:
+            cursor.execute(LEAVE if leaving else SETTLE, {"name": name, "owner": leaving})
+            was_there, settled = cursor.fetchone()
+            return was_there, settled
+
     def clear_all(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
-        with self.cursor(connection, prepare=False) as cursor:
+        with self.cursor(connection) as cursor:
             cursor.execute(CLEAR_MANY, _arrays(leases))
             return {owner for (owner,) in cursor.fetchall()}
 
@@ -330,6 +469,7 @@ class PostgresLedger(SetLedger):
 
 def _set_arrays(entries: Sequence[Entry]) -> dict[str, list[Any]]:
     return {
+        "ids": [new_id() for _ in entries],
         "names": [entry.name for entry in entries],
         "owners": [entry.owner.id for entry in entries],
         "permits": [entry.permits for entry in entries],

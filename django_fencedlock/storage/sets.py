@@ -7,11 +7,13 @@ from typing import Any
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from ..backends.interface import SHARED
 from .dialect import (
     COLUMNS,
     FENCE,
     HELD,
     TIME_COLUMNS,
+    UPDATED,
     Claimed,
     Entry,
     Ledger,
@@ -21,7 +23,7 @@ from .dialect import (
 
 #: The columns that differ within a set. An entry has further ones, which the whole set shares:
 #: one call has one holder.
-OF_EACH = ("name", "owner", "permits")
+OF_EACH = ("id", "name", "owner", "permits")
 #: Rows of one statement: more would exceed the number of parameters of older SQLite.
 PART = 200
 
@@ -105,7 +107,7 @@ class SetLedger(Ledger):
             inside, given = listed("n", [entry.name for entry in part])
             cursor.execute(
                 f"SELECT name, owner, expires_at > {self.clock} FROM {HELD} "
-                f"WHERE name IN ({inside}) ORDER BY name{self.lock_rows}",
+                f"WHERE name IN ({inside}) AND slot = '' ORDER BY name{self.lock_rows}",
                 {**given, **self.times()},
             )
             found.update((name, (owner, bool(live))) for name, owner, live in cursor.fetchall())
@@ -117,7 +119,7 @@ class SetLedger(Ledger):
             inside, given = listed("n", [entry.name for entry in part])
             cursor.execute(
                 f"SELECT name FROM {HELD} WHERE name IN ({inside}) AND expires_at > {self.clock} "
-                "AND (alias <> %(alias)s OR backend <> %(backend)s)",
+                f"AND (alias <> %(alias)s OR backend <> %(backend)s) AND owner <> '{SHARED}'",
                 {**given, **self.times(), "alias": part[0].alias, "backend": part[0].backend},
             )
             found.update(name for (name,) in cursor.fetchall())
@@ -151,8 +153,8 @@ class SetLedger(Ledger):
             columns = (*COLUMNS, *TIME_COLUMNS)
             sql = f"INSERT INTO {HELD} ({', '.join(columns)}) VALUES {', '.join(rows)}"
             if overwrite:
-                values_ = (f"{each} = {self.rejected.format(column=each)}" for each in columns[1:])
-                sql += f" {self.on_conflict.format(key='name')} {', '.join(values_)}"
+                values_ = (f"{each} = {self.rejected.format(column=each)}" for each in UPDATED)
+                sql += f" {self.on_conflict.format(key='name, slot')} {', '.join(values_)}"
             cursor.execute(sql, given)
 
     def _draw_all(self, cursor: Any, entries: Sequence[Entry]) -> dict[str, int]:

@@ -9,13 +9,14 @@ from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import OuterRef, Subquery
+from django.db.models import Case, F, OuterRef, Subquery, Value, When
 from django.utils.timezone import is_aware
 from django.utils.translation import gettext_lazy as _
 
+from ..backends.interface import SHARED
 from ..conf import MAX_ALIAS
 from ..core.names import MAX_LENGTH
-from .dialect import as_time, utc_text
+from .dialect import as_time, new_id, utc_text
 
 if not apps.is_installed("django_fencedlock"):
     raise ImproperlyConfigured(
@@ -95,17 +96,26 @@ class Fence(models.Model):
 
 
 class HeldLockManager(models.Manager["HeldLock"]):
-    """Adds ``token``: the fence's, if the owner of the row has the newest grant."""
+    """
+    Leaves out the rows that readers lock, and adds ``token``.
+
+    It is the fence's, if the owner of the row has the newest grant; all readers have one.
+    """
 
     def get_queryset(self) -> models.QuerySet[HeldLock]:
-        fence = Fence.objects.filter(name=OuterRef("name"), owner=OuterRef("owner"))
-        return super().get_queryset().annotate(token=Subquery(fence.values("token")))
+        owner = Case(When(slot="", then=F("owner")), default=Value(SHARED))
+        fence = Fence.objects.filter(name=OuterRef("name"), owner=OuterRef("fence_owner"))
+        rows = super().get_queryset().exclude(owner=SHARED).alias(fence_owner=owner)
+        return rows.annotate(token=Subquery(fence.values("token")))
 
 
 class HeldLock(_Named):
     """The registry of held locks. With the database backend, a row is the lease itself."""
 
-    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH, primary_key=True)
+    id = models.BigIntegerField(primary_key=True, default=new_id)
+    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
+    # Empty for an exclusive holder; the owner id for a reader.
+    slot = ExactCharField(max_length=32)
     alias = models.CharField(_("alias"), max_length=MAX_ALIAS)
     backend = models.CharField(_("backend"), max_length=30)
     owner = models.CharField(_("owner"), max_length=32)
@@ -128,6 +138,8 @@ class HeldLock(_Named):
     session_key = models.BigIntegerField(null=True)
     # Of a permit: how many its name has. Null for any other lock.
     permits = models.IntegerField(_("permits"), null=True)
+    # Of the row that readers lock: until when a waiting writer stops new ones.
+    no_readers_until = UTCDateTimeField(null=True)
 
     objects = HeldLockManager()
 
@@ -135,6 +147,9 @@ class HeldLock(_Named):
         verbose_name = _("held lock")
         verbose_name_plural = _("held locks")
         permissions = [("release_heldlock", "Can release held lock by force")]
+        constraints = [
+            models.UniqueConstraint(fields=["name", "slot"], name="fencedlock_heldlock_unique"),
+        ]
 
 
 class ForcedRelease(_Named):

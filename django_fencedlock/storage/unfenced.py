@@ -12,9 +12,10 @@ from collections import defaultdict
 from datetime import timedelta
 
 from django.db import IntegrityError, connections
+from django.db.models import Exists, OuterRef, Q
 
 from .. import conf
-from ..backends.interface import Renewal
+from ..backends.interface import SHARED, Renewal
 from ..core.events import Kind, LockEvent, subscribe
 from ..core.identity import Owner
 from ..core.runtime import forks
@@ -36,7 +37,10 @@ class ExpiredRows(Records):
 
     def sweep(self, batches: int) -> int:
         """Delete those that expired `KEPT` seconds ago; return how many."""
-        old = self.rows("HeldLock").filter(expires_at__lte=ServerTime(-KEPT))
+        readers = self.rows("HeldLock").filter(name=OuterRef("name")).exclude(slot="")
+        # The anchor of readers never expires, and is left behind if the last ones were killed.
+        unused = Q(owner=SHARED, renewed_at__lte=ServerTime(-KEPT)) & ~Exists(readers)
+        old = self.rows("HeldLock").filter(Q(expires_at__lte=ServerTime(-KEPT)) | unused)
         if connections[self.using].vendor == "postgresql":
             old = old.extra(where=[_NO_SESSION])
         return self.delete("delete expired rows", old, batches)

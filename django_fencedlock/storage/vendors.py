@@ -12,7 +12,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .dialect import CLEAR, FENCE, HELD, Claimed, Entry, find_pin
 from .postgresql import PostgresLedger
-from .sets import SetLedger
+from .readers import SharedLedger
 from .text import fit_column
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT = 1205, 1213, 3572
 _TEXTS = ("host", "thread", "task_name", "task_id")
 
 
-class MySQLLedger(SetLedger):
+class MySQLLedger(SharedLedger):
     """The ledger on MariaDB and MySQL."""
 
     clock = "UTC_TIMESTAMP(6)"
@@ -35,7 +35,8 @@ class MySQLLedger(SetLedger):
     # IGNORE alone locks a live row, and the renewals of that row leave it out. The UPDATE that
     # follows unlocks at once what it doesn't change (under READ COMMITTED).
     if_absent = (
-        f"SELECT {{}} FROM DUAL WHERE NOT EXISTS (SELECT 1 FROM {HELD} x WHERE x.name = %(name)s)"
+        f"SELECT {{}} FROM DUAL WHERE NOT EXISTS (SELECT 1 FROM {HELD} x "
+        "WHERE x.name = %(name)s AND x.slot = %(slot)s)"
     )
     lock_rows = " FOR UPDATE"
     lock_free_rows = " FOR UPDATE SKIP LOCKED"
@@ -55,8 +56,21 @@ class MySQLLedger(SetLedger):
     ) -> set[str]:
         return self._repeat(super().record_all, connection, grants)
 
+    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> int:
+        return len(self.clear_all(connection, leases))
+
     def clear_all(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
         return self._repeat(super().clear_all, connection, leases)
+
+    def claim_shared(
+        self, connection: BaseDatabaseWrapper, entry: Entry
+    ) -> tuple[bool, int | None]:
+        return self._repeat(super().claim_shared, connection, entry)
+
+    def _settle(
+        self, connection: BaseDatabaseWrapper, name: str, leaving: str = ""
+    ) -> tuple[bool, bool]:
+        return self._repeat(super()._settle, connection, name, leaving)
 
     def _repeat(self, work: Callable[..., T], connection: BaseDatabaseWrapper, *given: Any) -> T:
         # InnoDB also locks what was deleted just now, so two sets may lose a deadlock in spite of
@@ -92,7 +106,7 @@ class MySQLLedger(SetLedger):
             cursor.execute(
                 f"INSERT INTO {FENCE} (name, token, owner) "
                 f"SELECT h.name, LAST_INSERT_ID(1), h.owner FROM {HELD} h "
-                "WHERE h.name = %(name)s AND h.owner = %(owner)s FOR UPDATE "
+                "WHERE h.name = %(name)s AND h.slot = '' AND h.owner = %(owner)s FOR UPDATE "
                 f"ON DUPLICATE KEY UPDATE token = "
                 f"LAST_INSERT_ID({FENCE}.token + ({FENCE}.owner <> VALUES(owner))), "
                 "owner = VALUES(owner)",
@@ -127,8 +141,8 @@ class MySQLLedger(SetLedger):
 
 
 #: By the vendor of a connection: the ledger that speaks its dialect.
-LEDGERS: dict[str, SetLedger] = {
+LEDGERS: dict[str, SharedLedger] = {
     "postgresql": PostgresLedger(),
-    "sqlite": SetLedger(),
+    "sqlite": SharedLedger(),
     "mysql": MySQLLedger(),
 }

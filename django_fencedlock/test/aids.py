@@ -17,7 +17,17 @@ from django.db.backends.base.creation import TEST_DATABASE_PREFIX
 from django.test import override_settings
 
 from .. import conf
-from ..backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
+from ..backends.interface import (
+    SHARED,
+    Backend,
+    Claim,
+    Grant,
+    Granted,
+    Held,
+    Renewal,
+    Wait,
+    grant_of,
+)
 from ..core import names
 from ..core.grants import new_claim
 from ..core.identity import Holder, LocalHolder, new_owner
@@ -37,6 +47,7 @@ class hold_lock:  # noqa: N801
     Args:
         let_wait: Let the tested code wait for the lock as long as it asks to. By default its
             acquire fails at once, since only the test itself could release the lock.
+        shared: Hold it as a reader.
     """
 
     def __init__(
@@ -46,9 +57,10 @@ class hold_lock:  # noqa: N801
         backend: str = conf.DEFAULT_ALIAS,
         fenced: bool = True,
         let_wait: bool = False,
+        shared: bool = False,
     ) -> None:
         self._service = service(backend)
-        self._held = _held(self._service, names.validate(name), fenced, let_wait)
+        self._held = _held(self._service, names.validate(name), fenced, let_wait, shared)
 
     def __enter__(self) -> Lease:
         forbid_in_event_loop("hold_lock(...)", "async with {}")
@@ -158,11 +170,13 @@ _SHORT = 0.01
 
 
 @contextlib.contextmanager
-def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator[Lease]:
+def _held(
+    control: Service, name: str, fenced: bool, let_wait: bool, shared: bool = False
+) -> Iterator[Lease]:
     # Another holder than this thread and task, but on the test's connection.
     other = LocalHolder()
     owner = new_owner()._replace(thread="hold_lock")
-    claim = new_claim(name, control.config.ttl, fenced, owner=owner)
+    claim = new_claim(name, control.config.ttl, fenced, owner=owner, shared=shared)
     lease = control.acquire(claim, who=other, of_another_process=True)
     if lease is None:
         raise control.grants.refusal(name, 0)
@@ -219,6 +233,7 @@ class NoService(Backend):
 
     label = "off"
     excludes = False
+    supports_shared = True
     records_grants = True
     records_unfenced = True
 
@@ -267,8 +282,9 @@ def _record(claim: Claim, using: str) -> int | None:
         with transaction.atomic(using=using):
             fences.get_or_create(name=claim.name, defaults={"token": 0, "owner": ""})
             fence = fences.select_for_update(nowait=nowait).get(name=claim.name)
-            fence.token, fence.owner = fence.token + 1, claim.owner
-            fence.save()
+            if not claim.shared or fence.owner != SHARED:
+                fence.token, fence.owner = fence.token + 1, grant_of(claim).fence_owner
+                fence.save()
             return fence.token
     # The test may not use the database, there is no table, the transaction is broken, or another
     # one locks the row. Fenced writes would fail as well.

@@ -9,13 +9,13 @@ CREATE TABLE `django_fencedlock_fence` (`name` varchar(200) COLLATE `utf8mb4_nop
 --
 CREATE TABLE `django_fencedlock_forcedrelease` (`owner` varchar(32) COLLATE `utf8mb4_nopad_bin` NOT NULL PRIMARY KEY, `name` varchar(200) COLLATE `utf8mb4_nopad_bin` NOT NULL, `released_by` varchar(200) NOT NULL, `released_at` datetime(6) NOT NULL);
 --
--- Create model HeldLock
---
-CREATE TABLE `django_fencedlock_heldlock` (`name` varchar(200) COLLATE `utf8mb4_nopad_bin` NOT NULL PRIMARY KEY, `alias` varchar(100) NOT NULL, `backend` varchar(30) NOT NULL, `owner` varchar(32) NOT NULL, `fenced` bool NOT NULL, `host` varchar(100) NOT NULL, `boot_id` varchar(40) NOT NULL, `pid_namespace` varchar(40) NOT NULL, `pid` bigint NOT NULL, `pid_started` bigint NOT NULL, `thread` varchar(100) NOT NULL, `task_name` varchar(200) NOT NULL, `task_id` varchar(100) NOT NULL, `acquired_at` datetime(6) NOT NULL, `renewed_at` datetime(6) NOT NULL, `expires_at` datetime(6) NOT NULL, `session_pid` bigint NULL, `session_started` datetime(6) NULL, `session_key` bigint NULL, `permits` integer NULL);
---
 -- Create model MessageRecord
 --
 CREATE TABLE `django_fencedlock_messagerecord` (`nonce` varchar(36) COLLATE `utf8mb4_nopad_bin` NOT NULL PRIMARY KEY, `name` varchar(200) COLLATE `utf8mb4_nopad_bin` NOT NULL, `owner` varchar(32) NOT NULL, `task_id` varchar(100) NOT NULL, `tries` integer NOT NULL, `began_at` datetime(6) NOT NULL, `finished_at` datetime(6) NULL, `outcome` varchar(10) NOT NULL, `kept_until` datetime(6) NOT NULL);
+--
+-- Create model HeldLock
+--
+CREATE TABLE `django_fencedlock_heldlock` (`id` bigint NOT NULL PRIMARY KEY, `name` varchar(200) COLLATE `utf8mb4_nopad_bin` NOT NULL, `slot` varchar(32) COLLATE `utf8mb4_nopad_bin` NOT NULL, `alias` varchar(100) NOT NULL, `backend` varchar(30) NOT NULL, `owner` varchar(32) NOT NULL, `fenced` bool NOT NULL, `host` varchar(100) NOT NULL, `boot_id` varchar(40) NOT NULL, `pid_namespace` varchar(40) NOT NULL, `pid` bigint NOT NULL, `pid_started` bigint NOT NULL, `thread` varchar(100) NOT NULL, `task_name` varchar(200) NOT NULL, `task_id` varchar(100) NOT NULL, `acquired_at` datetime(6) NOT NULL, `renewed_at` datetime(6) NOT NULL, `expires_at` datetime(6) NOT NULL, `session_pid` bigint NULL, `session_started` datetime(6) NULL, `session_key` bigint NULL, `permits` integer NULL, `no_readers_until` datetime(6) NULL, CONSTRAINT `fencedlock_heldlock_unique` UNIQUE (`name`, `slot`));
 --
 -- Create model LockEvent
 --

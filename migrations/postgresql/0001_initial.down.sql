@@ -10,13 +10,13 @@ DROP TABLE "django_fencedlock_pendingrun" CASCADE;
 --
 DROP TABLE "django_fencedlock_lockevent" CASCADE;
 --
--- Create model MessageRecord
---
-DROP TABLE "django_fencedlock_messagerecord" CASCADE;
---
 -- Create model HeldLock
 --
 DROP TABLE "django_fencedlock_heldlock" CASCADE;
+--
+-- Create model MessageRecord
+--
+DROP TABLE "django_fencedlock_messagerecord" CASCADE;
 --
 -- Create model ForcedRelease
 --

@@ -10,13 +10,13 @@ CREATE TABLE "django_fencedlock_fence" ("name" character varying(200) NOT NULL P
 --
 CREATE TABLE "django_fencedlock_forcedrelease" ("owner" character varying(32) NOT NULL PRIMARY KEY, "name" character varying(200) NOT NULL, "released_by" varchar(200) NOT NULL, "released_at" timestamp with time zone NOT NULL);
 --
--- Create model HeldLock
---
-CREATE TABLE "django_fencedlock_heldlock" ("name" character varying(200) NOT NULL PRIMARY KEY, "alias" varchar(100) NOT NULL, "backend" varchar(30) NOT NULL, "owner" varchar(32) NOT NULL, "fenced" boolean NOT NULL, "host" varchar(100) NOT NULL, "boot_id" varchar(40) NOT NULL, "pid_namespace" varchar(40) NOT NULL, "pid" bigint NOT NULL, "pid_started" bigint NOT NULL, "thread" varchar(100) NOT NULL, "task_name" varchar(200) NOT NULL, "task_id" varchar(100) NOT NULL, "acquired_at" timestamp with time zone NOT NULL, "renewed_at" timestamp with time zone NOT NULL, "expires_at" timestamp with time zone NOT NULL, "session_pid" bigint NULL, "session_started" timestamp with time zone NULL, "session_key" bigint NULL, "permits" integer NULL);
---
 -- Create model MessageRecord
 --
 CREATE TABLE "django_fencedlock_messagerecord" ("nonce" character varying(36) NOT NULL PRIMARY KEY, "name" character varying(200) NOT NULL, "owner" varchar(32) NOT NULL, "task_id" varchar(100) NOT NULL, "tries" integer NOT NULL, "began_at" timestamp with time zone NOT NULL, "finished_at" timestamp with time zone NULL, "outcome" varchar(10) NOT NULL, "kept_until" timestamp with time zone NOT NULL);
+--
+-- Create model HeldLock
+--
+CREATE TABLE "django_fencedlock_heldlock" ("id" bigint NOT NULL PRIMARY KEY, "name" character varying(200) NOT NULL, "slot" character varying(32) NOT NULL, "alias" varchar(100) NOT NULL, "backend" varchar(30) NOT NULL, "owner" varchar(32) NOT NULL, "fenced" boolean NOT NULL, "host" varchar(100) NOT NULL, "boot_id" varchar(40) NOT NULL, "pid_namespace" varchar(40) NOT NULL, "pid" bigint NOT NULL, "pid_started" bigint NOT NULL, "thread" varchar(100) NOT NULL, "task_name" varchar(200) NOT NULL, "task_id" varchar(100) NOT NULL, "acquired_at" timestamp with time zone NOT NULL, "renewed_at" timestamp with time zone NOT NULL, "expires_at" timestamp with time zone NOT NULL, "session_pid" bigint NULL, "session_started" timestamp with time zone NULL, "session_key" bigint NULL, "permits" integer NULL, "no_readers_until" timestamp with time zone NULL, CONSTRAINT "fencedlock_heldlock_unique" UNIQUE ("name", "slot"));
 --
 -- Create model LockEvent
 --

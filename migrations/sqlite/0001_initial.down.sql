@@ -10,13 +10,13 @@ DROP TABLE "django_fencedlock_pendingrun";
 --
 DROP TABLE "django_fencedlock_lockevent";
 --
--- Create model MessageRecord
---
-DROP TABLE "django_fencedlock_messagerecord";
---
 -- Create model HeldLock
 --
 DROP TABLE "django_fencedlock_heldlock";
+--
+-- Create model MessageRecord
+--
+DROP TABLE "django_fencedlock_messagerecord";
 --
 -- Create model ForcedRelease
 --

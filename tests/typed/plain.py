@@ -12,6 +12,7 @@ from django_fencedlock import (
     current_lease,
     current_leases,
     lock,
+    lock_all,
 )
 from django_fencedlock.celery import SkippedRun, lock_names, single_instance
 
@@ -39,7 +40,22 @@ def blocks() -> None:
         assert_type(exc.holder, Holder | None)
 
 
+def sets() -> None:
+    with lock_all("account:1", "account:2", ttl=30) as leases, leases.atomic():
+        assert_type(leases, LeaseSet)
+        assert_type(leases["account:1"], Lease)
+        assert_type(leases.lost, bool)
+        leases.on_lost(print)
+    with lock_all({"account:1", "account:2"}, required=False) as found:
+        assert_type(found, LeaseSet | None)
+    assert_type(lock_all(["account:1"]).acquire(blocking=False), LeaseSet | None)
+
+
 async def asynchronous() -> None:
+    async with lock_all("account:1", "account:2") as leases:
+        assert_type(leases, LeaseSet)
+        assert_type(await leases.averify(), bool)
+        await leases.arenew(ttl=60)
     async with lock("invoice:42") as lease:
         assert_type(lease, Lease)
         assert_type(await lease.averify(), bool)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,13 +15,11 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ...conf import AliasConfig, Problem
 from ...core import runtime
-from ...core.identity import Owner, Process, is_process_gone
+from ...core.identity import Process, is_process_gone
 from ...core.jobs import Job, NoAnswer
 from ...core.runtime import clock
 from ...exceptions import BackendUnavailable
 from ...storage.connections import pool
-from ...storage.dialect import Entry
-from ...storage.postgresql import sqlstate
 from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
 try:
@@ -38,13 +35,11 @@ except ImportError as exc:
 from . import checks
 from . import statements as sql
 from .holding import TICK, Hold, SessionLocks
-from .sessions import LOCKED, PoolsTransactions, Session, read_application_name
+from .requests import Requests, read_holder
+from .sessions import Session, read_application_name
 
 T = TypeVar("T")
 
-#: Locks that one process may hold. At default settings some 12,800 fill the server's lock table,
-#: and then no client can connect any more, to any database.
-MAX_LOCKS = 1000
 #: Sessions of one process that wait in the server, or hold a lock that was waited for.
 MAX_WAITERS = 10
 #: Seconds of one wait in the server. While it waits it holds back vacuum; when it ends, the place
@@ -62,131 +57,82 @@ class PostgresBackend(Backend):
     """
     Advisory locks of private sessions: one session for all locks of a ttl that were free.
 
-    A lock that was waited for stays on the session that waited.
+    A lock that was waited for stays on the session that waited. A session takes the lock of its
+    readers once, and releases it with the last of them.
     """
 
     label = "postgres"
     records_grants = True
     supports_waiting = True
     supports_ttl = False
+    supports_shared = True
     option_names = frozenset({"TIMEOUT", "MAX_LOCKS", "MAX_WAITERS", "DATABASE"})
 
     def __init__(self, config: AliasConfig) -> None:
         super().__init__(config)
         options = config.options
         self._timeout = config.timeout
-        self._max_locks: int = options.get("MAX_LOCKS", MAX_LOCKS)
         self._max_waiters: int = options.get("MAX_WAITERS", MAX_WAITERS)
         self._route: str = options.get("DATABASE", config.fence_database)
         self._local = SessionLocks(self._route, self._timeout)
+        self._requests = Requests(config, self.label, self._local)
 
     # Acquire
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
-        key = self._key(claim.name)
+        key = self._requests.key(claim.name)
         held = self._try(claim, key)
         if isinstance(held, Granted) or held.alias:
             return held
         if wait.left:
             wait.refused(held)
-            with self._local.turn(key, wait, partial(wait.refused, held)) as is_first:
+            refused = partial(wait.refused, held)
+            with self._local.turn(key, wait, refused, claim.shared) as is_first:
                 while is_first and wait.left:
-                    answer = self._wait_in_server(claim, key, wait)
+                    # A reader shares what the reader before it may have waited for.
+                    answer = self._try(claim, key, in_turn=True) if claim.shared else None
+                    if not isinstance(answer, Granted):
+                        answer = self._wait_in_server(claim, key, wait)
                     if answer is None:
                         # MAX_WAITERS sessions are in use.
                         time.sleep(min(wait.left, random.uniform(*PAUSE)))
-                        answer = self._try(claim, key)
+                        answer = self._try(claim, key, in_turn=True)
                         if isinstance(answer, Held):
                             wait.refused(answer)
                     if isinstance(answer, Granted) or answer.alias:
                         return answer
                     held = answer if answer.owner else held
-        return held if held.owner else self._look(claim.name)
+        return held if held.owner else self._look([claim.name]).get(claim.name, Held())
 
-    def _look(self, name: str) -> Held:
-        """Look up a holder that isn't in the registry: an unfenced lock, or another program's."""
+    def acquire_all(self, claims: Sequence[Claim]) -> list[Granted] | dict[str, Held]:
+        if len({claim[2:] for claim in claims}) > 1 or claims[0].shared:
+            # The locks of a path, with readers.
+            return super().acquire_all(claims)
+        work = partial(self._requests.acquire_all, claims)
+        answer = self._ask("acquire", work, claims[0].name, undo=self._undo)
+        if isinstance(answer, dict):
+            answer |= self._look([name for name, held in answer.items() if not held.owner])
+        return answer
+
+    def _look(self, names: Sequence[str]) -> Mapping[str, Held]:
+        """Look up holders that aren't in the registry: unfenced locks, or another program's."""
         with contextlib.suppress(BackendUnavailable):
-            return self.holders([name]).get(name, Held())
-        return Held()
+            return self.holders(names)
+        return {}
 
-    def _try(self, claim: Claim, key: int) -> Granted | Held:
+    def _try(self, claim: Claim, key: int, *, in_turn: bool = False) -> Granted | Held:
         # Without the thread first: many may ask for a lock that this process holds.
-        if hold := self._local.by_key.get(key):
-            return hold.answer(claim)
-        work = partial(self._try_on_session, claim, key)
+        if answer := self._local.decide(claim, key, in_turn=in_turn):
+            return answer
+        work = partial(self._requests.acquire, claim, key, in_turn=in_turn)
         return self._ask("acquire", work, claim.name, undo=self._undo)
 
-    def _undo(self, answer: Granted | Held | None) -> None:
-        """Release a grant whose caller has left, and no later one of the same owner."""
-        if isinstance(answer, Granted):
-            self._local.submit(partial(self._release, answer.handle), first=True)
-
-    def _try_on_session(self, claim: Claim, key: int) -> Granted | Held:
-        # By the thread alone, so that no try overlaps another.
-        if hold := self._local.by_key.get(key):
-            return hold.answer(claim)
-        if len(self._local.by_key) >= self._max_locks:
-            raise BackendUnavailable(
-                f"Lock {claim.name!r} would be one more than the {self._max_locks} that a process "
-                f"may hold through {self.config.where()}. Hold fewer at once, or raise "
-                "OPTIONS['MAX_LOCKS'] and the server's max_locks_per_transaction with it.",
-                name=claim.name,
-                alias=self.config.alias,
-            )
-        statement = sql.TRY if claim.fenced else sql.TRY_UNFENCED
-        return self._send(self._local.session(claim.ttl), claim, key, statement)
-
-    def _send(
-        self, session: Session, claim: Claim, key: int, statement: str, wait: float = 0.0
-    ) -> Granted | Held:
-        """Send a claim. Unless it is granted, the session doesn't have the key afterwards."""
-        since = clock()
-        try:
-            given = self._values(session, claim, key, wait)
-            free, token, pid, _, *row = session.one(statement, given, wait=wait)
-        except Error as exc:
-            # An error undoes the records, but not the lock.
-            if not session.closed:
-                session.unlock(key)
-            if sqlstate(exc) in LOCKED:
-                # The time is up; or the key was free, but a transaction has a row locked.
-                return Held()
-            raise
-        if pid != session.pid:
-            session.close()
-            raise PoolsTransactions(self._route)
-        held = _read_holder(row) if row and row[0] else Held()
-        if not free:
-            return held
-        if token is None and claim.fenced:
-            session.unlock(key)
-            # After a wait, it is the row from before the wait: the next try sees the present one.
-            elsewhere = held.owner and (row[10], row[11]) != (self.config.alias, self.label)
-            return held._replace(alias=row[10], label=row[11]) if elsewhere else Held()
-        hold = Hold(claim, key, session, claim.ttl)
-        hold.granted = Granted(token, since, hold)
-        self._local.add(hold)
-        return hold.granted
-
-    def _values(self, session: Session, claim: Claim, key: int, wait: float) -> dict[str, Any]:
-        given: dict[str, Any] = {"session_key": key, "idle": _idle(max(session.ttl, claim.ttl))}
-        # Zero would mean no limit.
-        given["wait"] = f"{max(1, round(wait * 1000))}ms"
-        if claim.fenced:
-            owner = Owner.read(claim.owner, claim.identity)
-            place = session.pid, session.started, key
-            label, alias = self.label, self.config.alias
-            entry = Entry(claim.name, alias, label, owner, claim.ttl, True, *place)
-            entry.permits = claim.permits
-            given |= entry.values()
-            given["ttl"] = claim.ttl
-        return given
-
-    def _key(self, name: str) -> int:
-        """Return the lock's key: 64 bits, so two names in use never share one in practice."""
-        text = f"{self.config.key_prefix}\0{name}".encode()
-        digest = hashlib.blake2b(text, digest_size=8, person=b"fencedlock").digest()
-        return int.from_bytes(digest, "big", signed=True)
+    def _undo(self, answer: Granted | Held | list[Granted] | dict[str, Held] | None) -> None:
+        """Release grants whose caller has left, and no later one of the same owner."""
+        granted = [answer] if isinstance(answer, Granted) else answer
+        if isinstance(granted, list):
+            holds = [each.handle for each in granted]
+            self._local.submit(partial(self._requests.release_all, holds), first=True)
 
     # Wait
 
@@ -208,14 +154,14 @@ class PostgresBackend(Backend):
                         runtime.start(job.run)
                     if clock() > deadline + self._timeout:
                         raise NoAnswer(self._timeout)
-                    wait.refused(self._look(claim.name))
+                    wait.refused(self._look([claim.name]).get(claim.name, Held()))
                 answered = True
                 return job.answer(0.0)
         finally:
             # Also in a killed greenlet.
             if not answered:
                 self._leave(job, used)
-                self._local.submit(partial(self._release_owner, claim, key), first=True)
+                self._local.submit(partial(self._requests.release_owner, claim), first=True)
 
     def _leave(self, job: Job[Any], used: list[Session]) -> None:
         """Cancel a wait, and stay until the server's queue is left, but at most some seconds."""
@@ -248,8 +194,7 @@ class PostgresBackend(Backend):
         used.append(session)
         answer: Granted | Held | None = None
         try:
-            statement = sql.WAIT if claim.fenced else sql.WAIT_UNFENCED
-            answer = self._send(session, claim, key, statement, max(0.0, deadline - clock()))
+            answer = self._requests.wait(session, claim, key, max(0.0, deadline - clock()))
             return answer
         finally:
             # In this order: a caller that cancels notes first that it left, and then looks for the
@@ -266,68 +211,37 @@ class PostgresBackend(Backend):
         ttls = {grant.owner: grant.ttl for grant in grants}
         for hold in holds:
             hold.ttl = ttls[hold.claim.owner]
-        answers = self._ask("renew locks", partial(self._renew, holds), first=True) if holds else {}
+        answers = (
+            self._ask("renew locks", partial(self._requests.renew, holds), first=True)
+            if holds
+            else {}
+        )
         return [answers.get(grant.owner, Renewal.LOST) for grant in grants]
 
     def _hold_of(self, grant: Grant) -> Hold | None:
-        key = grant.handle.key if grant.handle else self._key(grant.name)
+        key = grant.handle.key if grant.handle else self._requests.key(grant.name)
         return self._local.find(key, grant.owner)
-
-    def _renew(self, holds: Iterable[Hold]) -> dict[str, Renewal]:
-        """Renew locks by one statement for each session, which also keeps it from being idle."""
-        answers: dict[str, Renewal] = {}
-        for session in {hold.session for hold in holds}:
-            each = {hold.claim.owner: hold for hold in holds if hold.session is session}
-            session.ttl = max([hold.ttl for hold in session.holds], default=0.0)
-            given = {
-                "names": [hold.claim.name for hold in each.values()],
-                "owners": list(each),
-                "ttls": [hold.ttl for hold in each.values()],
-                "keys": [hold.key for hold in each.values()],
-                "idle": _idle(session.ttl),
-            }
-            try:
-                rows = session.all(sql.RENEW, given, prepare=False)
-            except Error:
-                failed = Renewal.UNKNOWN if session.is_usable() else Renewal.LOST
-                answers |= dict.fromkeys(each, failed)
-            else:
-                answers |= {owner: self._renewal(each[owner], *facts) for owner, *facts in rows}
-        return answers
-
-    def _renewal(self, hold: Hold, held: bool, renewed: bool, found: bool, forced: bool) -> Renewal:
-        if held and not forced and (renewed or not hold.claim.fenced):
-            return Renewal.KEPT
-        if held and found:
-            # A transaction has the row locked.
-            return Renewal.UNKNOWN
-        with contextlib.suppress(Error):
-            self._release(hold)
-        return Renewal.LOST
 
     def verify(self, grant: Grant) -> bool:
         hold = self._hold_of(grant)
         if hold is None:
             return False
-        return self._ask("verify", partial(self._verify, hold), grant.name)
-
-    def _verify(self, hold: Hold) -> bool:
-        given = {**hold.values(), "fenced": hold.claim.fenced}
-        try:
-            return bool(hold.session.one(sql.VERIFY, given)[0])
-        except Error:
-            if hold.session.closed:
-                return False
-            raise
+        return self._ask("verify", partial(self._requests.verify, hold), grant.name)
 
     def release(self, grant: Grant) -> bool:
         if grant.handle is not None:
-            return self._ask("release", partial(self._release, grant.handle), grant.name)
+            return self._ask("release", partial(self._requests.release, grant.handle), grant.name)
         # By the thread, after what it was asked before: maybe to acquire this very lock.
-        work = partial(self._release_owner, grant, self._key(grant.name))
+        work = partial(self._requests.release_owner, grant)
         if self._ask("release", work, grant.name):
             return True
         return grant.fenced and self._evict(grant)
+
+    def release_all(self, grants: Sequence[Grant]) -> list[bool]:
+        def work() -> list[bool]:
+            return self._requests.release_all([g.handle or self._hold_of(g) for g in grants])
+
+        return self._ask("release", work, grants[0].name) if grants else []
 
     def _evict(self, grant: Grant) -> bool:
         """
@@ -347,48 +261,20 @@ class PostgresBackend(Backend):
                 return bool(cleared)
             time.sleep(0.005)
 
-    def _release_owner(self, of: Claim | Grant, key: int) -> bool:
-        """Release the lock of an owner in this process; return whether there was one."""
-        hold = self._local.find(key, of.owner)
-        if hold is None:
-            return False
-        # The forced release that it answers finds its own note.
-        self._release(hold)
-        return True
-
-    def _release(self, hold: Hold) -> bool:
-        if not self._local.remove(hold):
-            return False
-        session = hold.session
-        statement = sql.RELEASE if hold.claim.fenced else sql.RELEASE_UNFENCED
-        try:
-            given = {**hold.values(), "idle": _idle(session.ttl)}
-            unlocked, forced, _ = session.one(statement, given)
-            return bool(unlocked) and not forced
-        except Error as exc:
-            if session.closed:
-                # It isn't known when it ended: others may have had the lock since.
-                return False
-            session.unlock(hold.key)
-            if sqlstate(exc) in LOCKED:
-                # The key is free. The transaction that has the row locked is about to take it.
-                return True
-            raise
-        finally:
-            if session.waits:
-                self._local.give_back(session)
-
     # Look
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
-        given = {"names": list(names), "keys": [self._key(name) for name in names]}
-        holders = {}
-        found = self._query("look up locks", None, sql.HOLDERS, given)
-        for name, pid, application, waiting, *row in found:
-            held = Held(identity=read_application_name(application))
+        given = {"names": list(names), "keys": [self._requests.key(name) for name in names]}
+        holders: dict[str, Held] = {}
+        found = self._query("look up locks", None, sql.HOLDERS, given) if names else ()
+        for name, pid, shared, application, waiting, *row in found:
+            held = Held(identity=read_application_name(application), shared=shared)
             if row[0]:
-                held = _read_holder(row)
-            holders[name] = held._replace(session_pid=pid, waiting=waiting)
+                held = read_holder(row)
+            held = held._replace(session_pid=pid, waiting=waiting)
+            first = holders.setdefault(name, held)
+            if first is not held:
+                holders[name] = first._replace(others=(*first.others, held))
         return holders
 
     # Housekeeping
@@ -400,7 +286,9 @@ class PostgresBackend(Backend):
 
     def check(self) -> Iterator[Problem]:
         try:
-            yield from checks.server_problems(self.config, self._route, self._max_locks, Session)
+            yield from checks.server_problems(
+                self.config, self._route, self._requests.max_locks, Session
+            )
         except Error as exc:
             remedy = "Start the database, or correct its settings."
             yield Problem("E013", str(self.unavailable("answer", exc)), remedy)
@@ -431,15 +319,3 @@ class PostgresBackend(Backend):
             yield
         except Error as exc:
             raise self.unavailable(action, exc, name) from exc
-
-
-def _idle(seconds: float) -> str:
-    """Return a value of idle_session_timeout, which is a 32-bit number of milliseconds."""
-    return f"{min(round(seconds * 1000), 2**31 - 1)}ms"
-
-
-def _read_holder(row: Sequence[Any]) -> Held:
-    """Read the columns of `statements.HOLDER`."""
-    session_pid, _, _, expires_in, held_for, token = row[9:]
-    held = Held(row[0], Owner(*row[:9]).identity, token, expires_in)
-    return held._replace(held_for=held_for, session_pid=session_pid)

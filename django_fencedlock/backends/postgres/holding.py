@@ -47,12 +47,25 @@ class Hold:
         pid, started = self.session.pid, self.session.started
         return {"session_pid": pid, "session_started": started, "session_key": self.key}
 
-    def answer(self, claim: Claim) -> Granted | Held:
-        """Return the answer to a claim of this process."""
-        mine, token = self.claim, self.granted.token
-        if mine.owner == claim.owner:
-            return self.granted
-        return Held(mine.owner, mine.identity, token, session_pid=self.session.pid)
+    def refusal(self) -> Held:
+        """Return what refuses another claim of this process."""
+        mine, token, pid = self.claim, self.granted.token, self.session.pid
+        return Held(mine.owner, mine.identity, token, session_pid=pid, shared=mine.shared)
+
+
+class _Place:
+    """A thread's place in the queue of a key, and the lock that it sleeps on."""
+
+    # A lock, since an Event that was interrupted may stay locked, and then the next set() never
+    # returns.
+    def __init__(self, shared: bool) -> None:
+        self.shared, self.lock = shared, threading.Lock()
+        self.lock.acquire()
+
+    def wake(self) -> None:
+        """Wake the thread, from any thread, any number of times."""
+        with contextlib.suppress(RuntimeError):
+            self.lock.release()
 
 
 class SessionLocks:
@@ -65,7 +78,7 @@ class SessionLocks:
     """
 
     def __init__(self, route: str, timeout: float) -> None:
-        self._route, self._timeout = route, timeout
+        self.route, self._timeout = route, timeout
         self._worker = runtime.Worker("fencedlock-postgres")
         self._reset()
         forks.register(self)
@@ -74,13 +87,14 @@ class SessionLocks:
         # Held for microseconds, never while a server is asked.
         self._mutex = runtime.allocate_lock()
         self._jobs: deque[Job[Any]] = deque()
-        self.by_key: dict[int, Hold] = {}
+        #: By key and owner: readers of one process have a key together.
+        self.by_key: dict[int, dict[str, Hold]] = {}
         self._sessions: set[Session] = set()
         #: By ttl: the server ends a session that was silent for the ttl of its locks.
         self._shared: dict[float, Session] = {}
         # Held while a session is opened, by threads that wait alone.
         self._opening = runtime.allocate_lock()
-        self._queues: dict[int, deque[weakref.ref[Any]]] = {}
+        self._queues: dict[int, deque[weakref.ref[_Place]]] = {}
 
     def after_fork(self) -> None:
         _of_parents.append(vars(self).copy())
@@ -116,14 +130,34 @@ class SessionLocks:
 
     def find(self, key: int, owner: str) -> Hold | None:
         """Return the lock of an owner in this process."""
-        hold = self.by_key.get(key)
-        return hold if hold is not None and hold.claim.owner == owner else None
+        return self.by_key.get(key, {}).get(owner)
+
+    def decide(self, claim: Claim, key: int, *, in_turn: bool = False) -> Granted | Held | None:
+        """
+        Answer a claim by the locks and the queue of this process; None if the server decides.
+
+        A waiting writer stops new readers, but not the reader whose turn it is.
+        """
+        if mine := self.find(key, claim.owner):
+            return mine.granted
+        with self._mutex:
+            hold = next(iter(self.by_key.get(key, {}).values()), None)
+            places = [place() for place in self._queues.get(key, ())]
+        stops = not in_turn and any(place and not place.shared for place in places)
+        if claim.shared and stops:
+            return hold.refusal() if hold else Held()
+        return None if hold is None or (claim.shared and hold.claim.shared) else hold.refusal()
+
+    def has(self, session: Session, key: int) -> bool:
+        """Return whether a session has a key."""
+        with self._mutex:
+            return any(hold.session is session for hold in self.by_key.get(key, {}).values())
 
     def add(self, hold: Hold) -> None:
         """Note a lock that was granted."""
         session = hold.session
         with self._mutex:
-            self.by_key[hold.key] = hold
+            self.by_key.setdefault(hold.key, {})[hold.claim.owner] = hold
             session.holds.add(hold)
             session.ttl = max(session.ttl, hold.ttl)
 
@@ -135,34 +169,37 @@ class SessionLocks:
             if not session.holds:
                 session.ttl = 0.0
             # After the end of its session the key may be another hold's by now.
-            if was_held := self.by_key.get(hold.key) is hold:
-                del self.by_key[hold.key]
+            holds = self.by_key.get(hold.key, {})
+            if was_held := holds.get(hold.claim.owner) is hold:
+                del holds[hold.claim.owner]
+            if not holds:
+                self.by_key.pop(hold.key, None)
             return was_held
 
     @contextlib.contextmanager
-    def turn(self, key: int, wait: Wait, refused: Callable[[], object]) -> Iterator[bool]:
+    def turn(
+        self, key: int, wait: Wait, refused: Callable[[], object], shared: bool = False
+    ) -> Iterator[bool]:
         """Queue behind earlier threads of this process; yield whether the turn came in time."""
         # An exception from outside may interrupt a thread as it leaves: so the queue has weak
-        # references, and the next one looks each `TICK`. A lock, since an Event that was
-        # interrupted may stay locked, and then the next set() never returns.
-        mine = threading.Lock()
-        mine.acquire()
+        # references, and the next one looks each `TICK`.
+        mine = _Place(shared)
         place = weakref.ref(mine)
         try:
             with self._mutex:
                 self._queues.setdefault(key, deque()).append(place)
-            wait.on_cancel(partial(_wake, mine))
+            wait.on_cancel(mine.wake)
             while not (is_first := self._first(key) is mine) and wait.left:
-                if not mine.acquire(timeout=min(TICK, wait.left)) and wait.left:
+                if not mine.lock.acquire(timeout=min(TICK, wait.left)) and wait.left:
                     refused()
             yield is_first and not wait.cancelled
         finally:
             with self._mutex, contextlib.suppress(KeyError, ValueError):
                 self._queues[key].remove(place)
             if (following := self._first(key)) is not None:
-                _wake(following)
+                following.wake()
 
-    def _first(self, key: int) -> Any:
+    def _first(self, key: int) -> _Place | None:
         with self._mutex:
             queue = self._queues.get(key, ())
             while queue:
@@ -190,7 +227,7 @@ class SessionLocks:
             return [*self._sessions]
 
     def _open(self, ttl: float | None) -> Session:
-        session = open_session(self._route, self._timeout, ttl)
+        session = open_session(self.route, self._timeout, ttl)
         with self._mutex:
             self._sessions.add(session)
         return session
@@ -259,9 +296,3 @@ class SessionLocks:
             session.idle = keep
         if not keep:
             session.close()
-
-
-def _wake(place: Any) -> None:
-    """Wake the thread of a place in a queue, from any thread, any number of times."""
-    with contextlib.suppress(RuntimeError):
-        place.release()

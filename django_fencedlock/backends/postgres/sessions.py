@@ -6,7 +6,7 @@ import contextlib
 import os
 import select
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -94,10 +94,11 @@ class Session:
         """Execute a statement that returns one row."""
         return self.all(statement, given, **how)[0]
 
-    def unlock(self, key: int) -> None:
-        """Unlock a key that this session may have; close the session if that fails."""
+    def unlock(self, keys: Iterable[int], *, shared: bool = False) -> None:
+        """Unlock keys that this session may have; close the session if that fails."""
+        statement = sql.UNLOCK_SHARED if shared else sql.UNLOCK_ALL
         try:
-            self.one(sql.UNLOCK, {"key": key})
+            self.all(statement, {"keys": [*keys]}, prepare=False)
         except BaseException:
             self.close()
             raise

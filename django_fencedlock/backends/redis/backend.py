@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import logs
 from ...conf import AliasConfig, Problem
@@ -19,12 +19,39 @@ from ...core.runtime import clock
 from ...exceptions import BackendUnavailable
 from ...problems import clock_problem, ok
 from ...storage.text import shorten_error
-from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
+from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait, grant_of
 from .client import Client, RedisError, is_cluster, make_client, settings_problems
 from .connections import Connections
-from .scripts import ACQUIRE, BEAT, GATE, LOOK, RECHECK, RELEASE, RENEW, SUGGEST, WAKE, Keys, Script
+from .scripts import (
+    ACQUIRE,
+    ACQUIRE_ALL,
+    BEAT,
+    GATE,
+    LATER,
+    LOOK,
+    RECHECK,
+    RELEASE,
+    RELEASE_ALL,
+    RENEW,
+    SUGGEST,
+    WAKE,
+    Keys,
+    Script,
+)
+from .scripts_shared import ACQUIRE_SHARED, HOLDS_SHARED
 
 logger = logging.getLogger(__name__)
+
+
+class _Refusal(NamedTuple):
+    """The answer of ACQUIRE to a claim that was refused."""
+
+    held: Held
+    #: The place in the queue; empty if the claim has none.
+    arrival: str
+    #: How many wait before it.
+    before: int
+
 
 _RENEWALS: Mapping[object, Renewal] = {0: Renewal.LOST, 1: Renewal.KEPT}
 
@@ -39,17 +66,23 @@ class RedisBackend(Backend):
     waiter's after T, a beat and a second. For a client from CACHE or CLIENT_FACTORY, T is what that
     client's own time limits and retries make it.
 
+    Permits and readers wait in the queue of their name. Readers get in together, up to the next
+    writer. If a writer stops waiting, the readers behind it notice within a beat.
+
     A waiter that dies delays those behind it by a few milliseconds. If it dies just as it gets the
     lock, it delays them by three seconds at most (`scripts.CLAIM`).
     """
 
     label = "redis"
     supports_waiting = True
+    supports_any = True
+    supports_shared = True
     option_names = frozenset({"CACHE", "CLIENT_FACTORY", "TIMEOUT"})
 
     def __init__(self, config: AliasConfig) -> None:
         super().__init__(config)
         self._keys = lru_cache(1024)(partial(Keys.of, config.key_prefix))
+        self._keys_of = lru_cache(64)(self._keys_of_permits)
         self.after_fork()
         runtime.forks.register(self)
 
@@ -58,54 +91,112 @@ class RedisBackend(Backend):
         self._connections = runtime.PerHub(lambda: Connections(make_client(self.config)))
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
-        answer = self._claim(claim, "0" if wait.left else "")
-        if isinstance(answer, Granted):
-            return answer
-        held, arrival = answer
-        return self._queue(claim, wait, held, arrival) if arrival else held
+        answer = self.acquire_any([claim], wait)
+        return answer if isinstance(answer, Held) else answer[1]
 
-    def _claim(self, claim: Claim, arrival: str) -> Granted | tuple[Held, str]:
+    def acquire_any(self, claims: Sequence[Claim], wait: Wait) -> tuple[Claim, Granted] | Held:
+        """
+        Take one of several permits: the first free one, in the order of the claims.
+
+        All waiters of one name have one queue. A permit goes to the first live waiter that asked
+        for it. So waiters with the same limit are served in the order of arrival, and a waiter
+        with a lower limit doesn't keep one behind it from a permit above that limit.
+        """
+        answer = self._claim(claims, "0" if wait.left else "")
+        if not isinstance(answer, _Refusal):
+            return answer
+        return self._queue(claims, wait, answer) if answer.arrival else answer.held
+
+    def _claim(self, claims: Sequence[Claim], arrival: str) -> tuple[Claim, Granted] | _Refusal:
         """
         Run ACQUIRE.
 
         Args:
             arrival: To queue if refused: "0", later the arrival that the last refusal returned.
         """
-        keys = self._keys(claim.name)
+        claim = claims[0]
+        if len(claims) == 1:
+            keys: Sequence[str] = self._keys(claim.name)
+        else:
+            keys = self._keys_of(tuple([each.name for each in claims]))
         fenced = "1" if claim.fenced else "0"
         terms = [claim.owner, _milliseconds(claim.ttl), claim.identity, fenced]
         if arrival:
             terms.append(arrival)
         since = clock()
-        answer = self._run("acquire", claim.name, ACQUIRE, keys, *terms)
+        script = ACQUIRE_SHARED if claim.shared else ACQUIRE
+        answer = self._run("acquire", claim.name, script, keys, *terms)
         if isinstance(answer, list):
-            expires, arrival, handed, value = answer
-            self._recheck(keys, handed)
-            return _read_lock(value, expires), _text(arrival)
-        value = f"{claim.owner}:{_text(answer)}:{claim.identity}"
-        return Granted(int(answer) if claim.fenced else None, since, value)
+            expires, place, before, handed, value = answer
+            for which, *given in handed:
+                self._recheck(self._keys(claims[which - 1].name), given)
+            return _Refusal(_read_lock(value, expires), _text(place), before)
+        token, _, which = _text(answer).partition(":")
+        return claims[int(which) - 1], _granted(claim, token, since)
 
-    def _queue(self, claim: Claim, wait: Wait, held: Held, arrival: str) -> Granted | Held:
-        """Wait for messages until the lock is granted or the wait is over."""
-        mailbox = f"{self._keys(claim.name).queue}:{claim.owner}"
+    def _keys_of_permits(self, names: tuple[str, ...]) -> Sequence[str]:
+        """Return the keys of permits of one name, as ACQUIRE takes them."""
+        locks, queues, counters = zip(*map(self._keys, names), strict=True)
+        return (*locks, queues[0], *counters)
+
+    def _queue(
+        self, claims: Sequence[Claim], wait: Wait, refusal: _Refusal
+    ) -> tuple[Claim, Granted] | Held:
+        """Wait for messages until a lock is granted or the wait is over."""
+        mailbox = f"{self._keys(claims[0].name).queue}:{claims[0].owner}"
         wait.on_cancel(partial(self._wake, mailbox))
         try:
-            while arrival:
+            while refusal.arrival:
+                held = refusal.held
                 wait.refused(held)
                 pause = BEAT if held.expires_in is None else held.expires_in + 0.002
+                if refusal.before:
+                    pause += LATER
                 self._here.pop(mailbox, min(BEAT, pause, wait.left))
                 # The last request leaves the queue, unless it gets the lock.
-                answer = self._claim(claim, arrival if wait.left else "")
-                if isinstance(answer, Granted):
+                answer = self._claim(claims, refusal.arrival if wait.left else "")
+                if not isinstance(answer, _Refusal):
                     return answer
-                held, arrival = answer
-            return held
+                refusal = answer
+            return refusal.held
         except BackendUnavailable:
             raise
         except BaseException:
             with contextlib.suppress(BackendUnavailable):
-                self.release(Grant(claim.name, claim.owner, fenced=False))
+                self.release_all([Grant(each.name, each.owner, fenced=False) for each in claims])
             raise
+
+    def acquire_all(self, claims: Sequence[Claim]) -> list[Granted] | dict[str, Held]:
+        """Take all locks or none, in one script; in a Cluster, one after the other."""
+        if is_cluster(self._here.client) or any(each.shared for each in claims):
+            return self._acquire_each(claims)
+        keys = [key for each in claims for key in self._keys(each.name)]
+        terms = [_milliseconds(claims[0].ttl)]
+        for each in claims:
+            terms += each.owner, each.identity, "1" if each.fenced else "0"
+        since = clock()
+        answers = self._run("acquire", claims[0].name, ACQUIRE_ALL, keys, *terms)
+        found = list(zip(claims, answers, strict=True))
+        refused: dict[str, Held] = {}
+        for claim, answer in found:
+            if isinstance(answer, list):
+                expires, handed, value = answer
+                self._recheck(self._keys(claim.name), handed)
+                refused[claim.name] = _read_lock(value, expires)
+        if not refused:
+            return [_granted(claim, _text(token), since) for claim, token in found]
+        # It was sent twice, and meanwhile the others expired.
+        self.release_all([grant_of(claim) for claim, answer in found if answer == 1])
+        return refused
+
+    def _acquire_each(self, claims: Sequence[Claim]) -> list[Granted] | dict[str, Held]:
+        answer = super().acquire_all(claims)
+        if isinstance(answer, dict):
+            # It tried none after the first that was refused.
+            names = [each.name for each in claims]
+            last = max(map(names.index, answer))
+            answer |= self.holders(names[last + 1 :])
+        return answer
 
     def _wake(self, mailbox: str) -> None:
         """Send a waiter a message, from another thread: this one may run an event loop."""
@@ -119,9 +210,10 @@ class RedisBackend(Backend):
             threading.Thread(target=push, daemon=True).start()
 
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
-        calls = [
-            (self._keys(each.name)[:2], (_value(each), _milliseconds(each.ttl))) for each in grants
-        ]
+        calls = []
+        for each in grants:
+            keys = self._keys(each.name)
+            calls.append(((keys.lock, keys.counter), (_value(each), _milliseconds(each.ttl))))
         answers = self._here.run_batch(RENEW, calls)
         if failed := [answer for answer in answers if isinstance(answer, Exception)]:
             why = shorten_error(failed[0])
@@ -135,11 +227,22 @@ class RedisBackend(Backend):
 
     def release(self, grant: Grant) -> bool:
         keys = self._keys(grant.name)
-        terms = (grant.owner, _counter(grant)) if grant.fenced else (grant.owner,)
-        answer = self._run("release", grant.name, RELEASE, keys, *terms)
+        answer = self._run("release", grant.name, RELEASE, keys, *_terms_of_release(grant))
         if isinstance(answer, list):
             self._recheck(keys, answer)
         return bool(answer != 0)
+
+    def release_all(self, grants: Sequence[Grant]) -> list[bool]:
+        keys = [self._keys(each.name) for each in grants]
+        calls = list(zip(keys, map(_terms_of_release, grants), strict=True))
+        answers = self._here.run_batch(RELEASE_ALL, calls)
+        for each, answer in zip(keys, answers, strict=True):
+            if isinstance(answer, list):
+                self._recheck(each, answer)
+        for grant, answer in zip(grants, answers, strict=True):
+            if isinstance(answer, Exception):
+                raise self.unavailable("release", answer, grant.name) from answer
+        return [answer != 0 for answer in answers]
 
     def _recheck(self, keys: Keys, handed: Any) -> None:
         """
@@ -155,6 +258,8 @@ class RedisBackend(Backend):
 
     def verify(self, grant: Grant) -> bool:
         keys, counter = self._keys(grant.name), _counter(grant)
+        if grant.shared:
+            return bool(self._run("verify", grant.name, HOLDS_SHARED, [keys.lock], _value(grant)))
         try:
             held, drawn = map(_text, self._here.execute("MGET", keys.lock, keys.counter))
         except RedisError as exc:
@@ -206,16 +311,29 @@ def _milliseconds(seconds: float) -> str:
     return str(math.ceil(seconds * 1000))
 
 
+def _granted(claim: Claim, token: str, since: float) -> Granted:
+    """Return the answer to a claim that got the lock; the token is 0 if it isn't fenced."""
+    value = f"{claim.owner}:{token}:{claim.identity}"
+    return Granted(int(token) if claim.fenced and not claim.shared else None, since, value)
+
+
 def _value(grant: Grant) -> str:
     """Return the lock key's value while the grant holds the lock."""
     # The core may have given the grant another token. Another process's grant has no handle.
-    return grant.handle or f"{grant.owner}:{grant.token or 0}:{grant.identity}"
+    token = 0 if grant.shared else grant.token or 0
+    return grant.handle or f"{grant.owner}:{token}:{grant.identity}"
 
 
 def _counter(grant: Grant) -> str:
     """Return the counter if no other owner came since; empty if unfenced, or if unknown."""
     owner, token, _ = _value(grant).split(":", 2)
     return "" if token == "0" else f"{token}:{owner}"
+
+
+def _terms_of_release(grant: Grant) -> tuple[str, str]:
+    if grant.shared:
+        return grant.owner, f"-{_value(grant)}"
+    return grant.owner, _counter(grant) if grant.fenced else "-"
 
 
 def _read_lock(value: bytes | str | None, expires: int, waiting: int | None = None) -> Held:

@@ -16,11 +16,13 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, Error
 
 from ... import conf
+from ...backends.interface import SHARED
 from ...core import names
 from ...exceptions import BackendUnavailable, FencedLockError, SettingsError
 from ...ops import doctor, registry, resync
 from ...ops.force_release import HeldBy, Outcome, Release, consequences, force_release, held_by
 from ...ops.registry import duration
+from ...ops.trim import trim
 from ...problems import Level
 from ...storage.text import describe_error, escape_control, for_shell
 
@@ -66,6 +68,13 @@ class Command(BaseCommand):
         action.add_argument("--by", default=current_user(), help=what)
         action.add_argument("--yes", action="store_true", help="don't ask for confirmation")
 
+        action = _action(actions, "trim", "raise the fences of the permits above a lower limit")
+        action.add_argument("name", help="the lock name, without the permit")
+        action.add_argument("limit", type=int, help="the limit that lock() has now")
+        action.add_argument("--alias", **_ALIAS)
+        what = "the author to record (default: %(default)s)"
+        action.add_argument("--by", default=current_user(), help=what)
+
         action = _action(actions, "doctor", "test each lock service and its databases")
         action.add_argument("--alias", **_ALIAS)
         what = "seconds for each alias (default: %(default)g)"
@@ -107,7 +116,7 @@ class Command(BaseCommand):
         return FAILED if found.unanswered else 0
 
     def _show(self, name: str, **options: Any) -> int:
-        found = registry.portrait(names.validate(name))
+        found = registry.portrait(names.validate_any(name))
         self._put(asdict(found), table(("LOCK", found.name), list(_details(found)), self._paint))
         if found.is_held:
             return 0
@@ -119,7 +128,7 @@ class Command(BaseCommand):
         if self.as_json and not yes:
             raise ValueError("--format json can't ask for confirmation. Pass --yes to confirm.")
         try:
-            asked = [held_by(names.validate(name), each) for each in alias or conf.aliases()]
+            asked = [held_by(names.validate_any(name), each) for each in alias or conf.aliases()]
         except BackendUnavailable as exc:
             raise LookupError(
                 f"{exc} Nothing was released. Name the lock's alias with --alias if it is another."
@@ -132,10 +141,12 @@ class Command(BaseCommand):
             )
         done = Release(name, "".join(alias[:1]), Outcome.NOT_HELD)
         for held in holders:
-            if not yes and held.owner_id and owner in (None, held.owner_id):
-                self._confirm(held, options.get("stdin") or sys.stdin)
-            # Only the holder that was shown, or named by --owner, loses the lock.
-            done = force_release(name, by=by, backend=held.alias, owner_id=owner or held.owner_id)
+            shown = held if owner is None else held.only([owner])
+            if not yes and shown and shown.owner_id:
+                self._confirm(shown, options.get("stdin") or sys.stdin)
+            # Only the holders that were shown, or the one named by --owner, lose the lock.
+            owners = owner or [each.owner_id for each in held.holders]
+            done = force_release(name, by=by, backend=held.alias, owner_id=owners)
         told = str(done)
         self._put({**asdict(done), "done": done.done, "message": told}, [escape_control(told)])
         return 0 if done.done else 1
@@ -146,6 +157,7 @@ class Command(BaseCommand):
         for line in (
             f"Lock {found.name!r} ({where}) is held by {found.holder}.{expired}",
             f"Its owner id is {found.owner_id}.",
+            *(f"Another reader is {each}, owner id {each.owner_id}." for each in found.others),
             *consequences(found.fenced, found.holder.session_pid),
         ):
             self.stdout.write(escape_control(line))
@@ -154,6 +166,18 @@ class Command(BaseCommand):
         self.stdout.write("Release it by force? [y/N]")
         if stdin.readline().strip().lower() not in ("y", "yes"):
             raise CommandError("Nothing was released.")
+
+    def _trim(self, name: str, limit: int, alias: list[str], by: str, **options: Any) -> int:
+        done = trim(name, limit, by=by, aliases=alias)
+        count = len(done.raised)
+        lines = [f"Lock {name!r}: {count} of the permits above {limit} had a fence to raise."]
+        for held in done.held:
+            command = f"manage.py fencedlock release {for_shell(held.name)}"
+            lines.append(f"{held.name!r} is held by {held.holder}. To release it: {command}")
+        for permit, blocker in done.locked.items():
+            lines.append(f"The fence of {permit!r} was not raised: {blocker} locks it.")
+        self._put({**asdict(done), "done": done.is_done}, list(map(escape_control, lines)))
+        return 0 if done.is_done else 1
 
     def _doctor(self, alias: list[str], timeout: float, **options: Any) -> int:
         limit = conf.seconds(timeout, "--timeout")
@@ -253,11 +277,16 @@ def _token(entry: registry.ListedLock) -> str:
 def _details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
     for asked in found.services:
         says = "not held" if asked.holder is None else f"held by {asked.holder}"
+        if asked.holder is not None and asked.holder.shared:
+            says = f"shared by {1 + len(asked.others)}: {asked.holder}"
         if asked.holder is not None and asked.holder.session_pid:
             says += f", server session {asked.holder.session_pid}"
         yield f"alias {asked.alias!r}", asked.error or says
+        for reader in asked.others:
+            yield "", str(reader)
     for fence in found.fences:
         owner = f"of owner {fence.owner}" if fence.owner else "without an owner: it was raised"
+        owner = "of readers" if fence.owner == SHARED else owner
         yield f"database {fence.database!r}", f"newest token {fence.token}, {owner}"
         if fence.pinned_by:
             yield "", f"the next grant waits for {fence.pinned_by}"

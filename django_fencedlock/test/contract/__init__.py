@@ -7,8 +7,9 @@ Subclass the parts for your backend's capabilities, and name its alias::
     class TestMyBackend(LockContract, ExpiryContract, WaitingContract):
         alias = "mine"
 
-`LockContract` is for all backends, `ExpiryContract` for those with ``supports_ttl``, and
-`WaitingContract` for those with ``supports_waiting``; a test fails if one is missing.
+`LockContract` is for all backends, `ExpiryContract` for those with ``supports_ttl``,
+`WaitingContract` for those with ``supports_waiting``, and `SharedContract` for those with
+``supports_shared``; a test fails if one is missing.
 `OutageContract` and `DataLossContract` need hooks that stop and empty the service.
 
 A subclass may override the fixture ``prepared`` (a service or settings for each test),
@@ -32,6 +33,9 @@ _PARTS = (
     "losing",
     "naming",
     "outages",
+    "permits",
+    "sets",
+    "sharing",
     "transactions",
     "waiting",
 )
@@ -46,6 +50,9 @@ from .holding import HoldingContract  # noqa: E402
 from .losing import ExpiryContract, LossContract  # noqa: E402
 from .naming import NameContract  # noqa: E402
 from .outages import DataLossContract, OutageContract  # noqa: E402
+from .permits import PermitContract  # noqa: E402
+from .sets import SetContract  # noqa: E402
+from .sharing import SharedContract  # noqa: E402
 from .transactions import TransactionContract  # noqa: E402
 from .waiting import WaitingContract  # noqa: E402
 
@@ -55,6 +62,7 @@ __all__ = [
     "ExpiryContract",
     "LockContract",
     "OutageContract",
+    "SharedContract",
     "WaitingContract",
 ]
 
@@ -67,6 +75,8 @@ class LockContract(
     DeathContract,
     ForcedReleaseContract,
     TransactionContract,
+    SetContract,
+    PermitContract,
 ):
     """The tests for every backend."""
 
@@ -74,3 +84,4 @@ class LockContract(
         backend = self.service.backend
         assert backend.supports_ttl == isinstance(self, ExpiryContract)
         assert backend.supports_waiting == isinstance(self, WaitingContract)
+        assert backend.supports_shared == isinstance(self, SharedContract)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import random
 import select
 import signal
 import time
@@ -15,6 +16,7 @@ from django.db import connections
 
 from ...core.identity import Process, this_process
 from ...lease import Lease, current_lease
+from ...lock_sets import lock_all
 from ...locks import lock
 from ..processes import TIMEOUT, wait_until
 
@@ -22,8 +24,8 @@ from ..processes import TIMEOUT, wait_until
 LONG = 60.0
 
 
-def try_to_take(alias: str, name: str) -> bool:
-    lease = lock(name, ttl=LONG, backend=alias).acquire(blocking=False)
+def try_to_take(alias: str, name: str, limit: int | None = None) -> bool:
+    lease = lock(name, ttl=LONG, backend=alias, limit=limit).acquire(blocking=False)
     return lease is not None and lease.release()
 
 
@@ -49,8 +51,17 @@ def hammer(alias: str, name: str, threads: int, seconds: float) -> tuple[int, in
 _held: dict[str, Lease] = {}
 
 
-def hold(alias: str, name: str, wait: float = 0.0, ttl: float = LONG, fenced: bool = True) -> int:
-    lease = lock(name, ttl=ttl, backend=alias, fenced=fenced).acquire(blocking_timeout=wait)
+def hold(
+    alias: str,
+    name: str,
+    wait: float = 0.0,
+    ttl: float = LONG,
+    fenced: bool = True,
+    shared: bool = False,
+    limit: int | None = None,
+) -> int:
+    asked = lock(name, ttl=ttl, backend=alias, fenced=fenced, shared=shared, limit=limit)
+    lease = asked.acquire(blocking_timeout=wait)
     assert lease is not None, f"Lock {name!r} isn't free."
     _held[name] = lease
     return lease.token if fenced else 0
@@ -68,6 +79,12 @@ def renew(name: str) -> None:
     _held[name].renew()
 
 
+def write_fenced(name: str) -> None:
+    """Commit a transaction under the lease; it raises if a newer grant exists."""
+    with _held[name].atomic():
+        pass
+
+
 def let_go(name: str) -> bool:
     return _held.pop(name).release()
 
@@ -76,16 +93,58 @@ def wait_for_the_loss(name: str) -> None:
     wait_until(lambda: _held[name].lost, f"the lease of {name!r} to be lost")
 
 
-def take_turns(alias: str, name: str, times: int, log: str) -> None:
+def take_turns(alias: str, name: str, times: int, log: str, limit: int | None = None) -> None:
     for _ in range(times):
-        with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT) as lease:
+        with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT, limit=limit) as lease:
             _note(log, f"in {lease.token}")
+            if limit:
+                time.sleep(random.uniform(0, 0.01))
             _note(log, f"out {lease.token}")
+
+
+def read_and_write(alias: str, name: str, times: int, log: str) -> None:
+    """Acquire the lock, mostly as a reader; note each grant, its kind and its token."""
+    for _ in range(times):
+        shared = random.random() < 0.7
+        with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT, shared=shared) as lease:
+            kind = "reader" if shared else "writer"
+            _note(log, f"in {kind} {lease.token}")
+            _note(log, f"out {kind} {lease.token}")
 
 
 def note_when_served(alias: str, name: str, place: int, log: str) -> None:
     with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT):
         _note(log, str(place))
+
+
+def hold_all(alias: str, names: list[str], wait: float = 0.0) -> list[int]:
+    leases = lock_all(names, ttl=LONG, backend=alias).acquire(blocking_timeout=wait)
+    assert leases is not None, f"One of {names} isn't free."
+    _held.update(leases)
+    return [lease.token for lease in leases.values()]
+
+
+def try_to_take_all(alias: str, names: list[str]) -> bool:
+    leases = lock_all(names, ttl=LONG, backend=alias).acquire(blocking=False)
+    return leases is not None and leases.release()
+
+
+def take_pairs(alias: str, names: list[str], threads: int, times: int, log: str) -> None:
+    """Acquire random pairs of names in several threads, in any order."""
+
+    def take() -> None:
+        for _ in range(times):
+            pair = random.sample(names, 2)
+            with lock_all(pair, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT) as leases:
+                for name, lease in leases.items():
+                    _note(log, f"{name} in {lease.token}")
+                for name, lease in leases.items():
+                    _note(log, f"{name} out {lease.token}")
+        connections.close_all()
+
+    with ThreadPoolExecutor(threads) as executor:
+        for done in [executor.submit(take) for _ in range(threads)]:
+            done.result(2 * TIMEOUT)
 
 
 def _note(log: str, line: str) -> None:

@@ -138,14 +138,14 @@ class Contract:
         assert lease is not None, f"Lock {name!r} isn't free: {self.lock(name).holder()}."
         return lease
 
-    def try_to_take(self, name: str) -> bool:
+    def try_to_take(self, name: str, **terms: Any) -> bool:
         """Return whether the lock could be acquired, and release it."""
-        lease = self.lock(name).acquire(blocking=False)
+        lease = self.lock(name, **terms).acquire(blocking=False)
         return lease is not None and lease.release()
 
-    def take_when_free(self, name: str) -> Lease:
+    def take_when_free(self, name: str, **terms: Any) -> Lease:
         """Acquire a lock that its holder is about to lose."""
-        lease = self.lock(name).acquire(blocking_timeout=TIMEOUT)
+        lease = self.lock(name, **terms).acquire(blocking_timeout=TIMEOUT)
         assert lease is not None, f"Lock {name!r} is still held: {self.lock(name).holder()}."
         return lease
 

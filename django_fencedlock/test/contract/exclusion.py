@@ -272,7 +272,7 @@ class ExclusionContract(Contract):
             waiting.cancel()
             await asyncio.wait([waiting])
             if not waiting.cancelled() and (got := waiting.result()):
-                await self.service.in_thread(self.service.release, got, got.who)
+                await self.service.in_thread(self.service.release, [got], got.who)
             await asyncio.wrap_future(releasing)
 
         for step in range(8):

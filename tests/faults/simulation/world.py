@@ -145,7 +145,7 @@ class World:
     def _release(self, process: Process, step: Step) -> None:
         if lease := process.leases.get(NAMES[step.name]):
             try:
-                process.service.release(lease, process.who)
+                process.service.release([lease], process.who)
             finally:
                 if not lease.is_open():
                     del process.leases[lease.name]
@@ -241,7 +241,7 @@ class World:
         for process in self.processes:
             for lease in list(process.leases.values()):
                 while lease.is_open():
-                    process.service.release(lease, process.who)
+                    process.service.release([lease], process.who)
             process.leases.clear()
             if process.who.leases or process.service.keeper._due:
                 raise self.broken("something is left in a process that gave all back")
