@@ -320,12 +320,8 @@ class Lock(Acquiring, Generic[L]):
             )
 
     def _renamed(self: Lock[Lease], name: str) -> Lock[Lease]:
-        if self.path and name.count("/") != self.name.count("/"):
-            raise ValueError(
-                f"Path {name!r} of @lock({self.name!r}, path=True) has other parts than its "
-                "template: an argument contains '/', and would name a lock of another level. "
-                "Replace the '/' in it."
-            )
+        if self.path:
+            names.require_parts(name, self.name)
         found = copy.copy(self)
         found.name, found.pattern, found._entered = name, self.name, []
         return found

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
-from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -387,7 +386,8 @@ class Grants:
             holder = holder_of(held, alias) if held and held.owner else self.holder(name)
         except BackendUnavailable:
             holder = None
-        by = f"held by {'the reader ' if holder and holder.shared else ''}"
+        reader = "a holder beneath it, " if is_path(name) else "the reader "
+        by = f"held by {reader if holder and holder.shared else ''}"
         by += str(holder or "an unknown holder")
         if holder and holder.shared and shared:
             by += ", and an exclusive holder waits for it"
@@ -462,18 +462,8 @@ def _no_readers(claim: Claim, backend: Backend) -> SettingsError:
     return SettingsError(
         f"{what}: alias {backend.config.alias!r} ({backend.label}) has exclusive locks alone. "
         f"Remove {argument}, or name an alias with one of these backends: "
-        f"{', '.join(_sharing())}."
+        f"{', '.join(conf.sharing_backends())}."
     )
-
-
-def _sharing() -> list[str]:
-    """Return the backends of this package that have shared locks, and whose driver is there."""
-    found = []
-    for kind, path in conf.BACKENDS.items():
-        with contextlib.suppress(ImportError, ImproperlyConfigured):
-            if conf.backend_class(path).supports_shared:
-                found.append(kind)
-    return found
 
 
 def holder_of(held: Held, alias: str) -> Holder:

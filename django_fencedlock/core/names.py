@@ -125,6 +125,16 @@ def path_names(path: str) -> tuple[str, ...]:
     return tuple("/".join(parts[: place + 1]) + _PATH for place in range(len(parts)))
 
 
+def require_parts(path: str, template: str) -> str:
+    """Return a path that was made of a template; raise if it has other parts."""
+    if path.count("/") != template.count("/"):
+        raise ValueError(
+            f"Path {path!r} has other parts than its template {template!r}: an argument contains "
+            "'/', and would name a lock of another level. Replace the '/' in it."
+        )
+    return path
+
+
 def path_name(path: str) -> str:
     """Return the lock name of the end of a path."""
     return path_names(path)[-1]
