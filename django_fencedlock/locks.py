@@ -350,9 +350,9 @@ class Lock(Acquiring, Generic[L]):
             acquire = functools.partial(control.acquire, claim, who=who, pattern=self.pattern)
 
             def tell_refused(waited: float) -> None:
-                control.tell_refused(self.name, self.pattern, waited, wait.held)
+                control.tell_refused(claim.name, self.pattern, waited, wait.held)
 
-            lease = await self._wait_async(self.name, wait, acquire, tell_refused)
+            lease = await self._wait_async(claim.name, wait, acquire, tell_refused)
         if lease is not None:
             enter(lease)
         return lease

@@ -23,7 +23,7 @@ from django_fencedlock.core import names
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fencing
 from django_fencedlock.models.writes import Write
-from django_fencedlock.test import disable_locking, expire_lease, lose_lease
+from django_fencedlock.test import disable_locking, expire_lease, hold_lock, lose_lease
 from django_fencedlock.test.processes import another_thread
 from tests.backends import ETCD
 from tests.models import Bin
@@ -352,6 +352,16 @@ class TestInTestCase:
             assert lease.verify()
         with lock("warehouse/7", path=True) as lease:
             assert lease.verify()
+
+
+def test_another_holder_of_a_test():
+    with hold_lock(PATH, path=True):
+        for path in (PATH, f"{PATH}/a", "warehouse"):
+            assert lock(path, path=True, blocking_timeout=60).acquire() is None
+        with lock("warehouse/7/shelf/4", path=True):
+            pass
+    with lock("warehouse", path=True):
+        pass
 
 
 def test_disabled_locks():
