@@ -148,7 +148,9 @@ class TestMysqlOnMySQL(OnMysql):
         del connections.settings["mysql"]
 
 
-class OnRedis(Configured, LockContract, ExpiryContract, WaitingContract, DataLossContract):
+class OnRedis(
+    Configured, LockContract, ExpiryContract, WaitingContract, SharedContract, DataLossContract
+):
     @classmethod
     def fencedlock(cls):
         return {"BACKEND": REDIS, "LOCATION": cls.server().url, "FENCE_DATABASE": "postgres"}
