@@ -74,7 +74,8 @@ class Permits:
         found: Mapping[str, Held] = {}
         with contextlib.suppress(BackendUnavailable):
             found = self._grants.look_up(names)
-        holders = [holder_of(held, config.alias) for held in found.values()]
+        by_name = {name: holder_of(held, config.alias) for name, held in found.items()}
+        holders = [*by_name.values()]
         count, why = "All", ""
         free = [name for name in names if name not in found]
         if (
@@ -92,6 +93,7 @@ class Permits:
             name=claim.name,
             alias=config.alias,
             holder=holders[0] if holders else None,
+            holders=by_name,
         )
 
 
