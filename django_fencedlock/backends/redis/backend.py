@@ -70,7 +70,12 @@ class RedisBackend(Backend):
     writer. If a writer stops waiting, the readers behind it notice within a beat.
 
     A waiter that dies delays those behind it by a few milliseconds. If it dies just as it gets the
-    lock, it delays them by three seconds at most (`scripts.CLAIM`).
+    lock, it delays them by three seconds at most (`scripts.CLAIM`). A live one that is slow, or
+    stopped, between two requests may be taken for dead (`scripts.GATE`): it loses one turn to the
+    next waiter, and keeps its place.
+
+    Each request of a waiter for one of N permits has 2 * N + 1 keys: 2,001 keys every two seconds
+    with limit=1000, and a look-up of 2,000. An uncontended acquire of a permit has three keys.
     """
 
     label = "redis"
