@@ -74,8 +74,7 @@ class Permits:
         found: Mapping[str, Held] = {}
         with contextlib.suppress(BackendUnavailable):
             found = self._grants.look_up(names)
-        by_name = {name: holder_of(held, config.alias) for name, held in found.items()}
-        holders = [*by_name.values()]
+        holders = [holder_of(held, config.alias) for held in found.values()]
         count, why = "All", ""
         free = [name for name in names if name not in found]
         if (
@@ -93,7 +92,10 @@ class Permits:
             name=claim.name,
             alias=config.alias,
             holder=holders[0] if holders else None,
-            holders=by_name,
+            holders={
+                name: holder if holder.owner_id else None
+                for name, holder in zip(found, holders, strict=True)
+            },
         )
 
 
