@@ -537,6 +537,8 @@ def test_a_shared_lock_lives_as_long_as_its_last_reader(backend, redis):
     assert 4000 < redis.pttl(lock) <= 5000
     backend.renew([short._replace(ttl=30)])
     assert 29_000 < redis.pttl(lock) <= 30_000
+    backend.renew([short._replace(ttl=10)])
+    assert 9000 < redis.pttl(lock) <= 10_000
 
 
 def test_readers_and_others_are_renewed_in_one_batch(backend, server):
