@@ -667,6 +667,22 @@ class TestCoroutines:
         async_to_sync(main)()
         assert_free("a")
 
+    def test_it_is_refused_if_its_turn_does_not_come(self, other, monkeypatch):
+        held, backend = held_elsewhere(other, "a"), service("default").backend
+
+        async def main():
+            first = asyncio.create_task(lock("a").aacquire(blocking_timeout=60))
+            await asyncio.sleep(0)
+            with monkeypatch.context() as patch, pytest.raises(LockNotAcquired, match="Lock 'a'"):
+                # It is released at this moment.
+                patch.setattr(type(backend), "holders", lambda self, names: {})
+                refused = lock_all("a", "b", blocking_timeout=0.1).__aenter__()
+                await asyncio.wait_for(refused, 20)
+            other.submit(held.release).result()
+            assert await (await first).arelease()
+
+        async_to_sync(main)()
+
     @pytest.mark.parametrize("threads", [1, 16])
     def test_a_hundred_sets_of_coroutines_take_turns(self, monkeypatch, threads):
         may_wait = threading.BoundedSemaphore(threads)
