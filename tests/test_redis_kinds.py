@@ -537,6 +537,8 @@ def test_a_shared_lock_lives_as_long_as_its_last_reader(backend, redis):
     assert 4000 < redis.pttl(lock) <= 5000
     backend.renew([short._replace(ttl=30)])
     assert 29_000 < redis.pttl(lock) <= 30_000
+    backend.renew([short._replace(ttl=10)])
+    assert 9000 < redis.pttl(lock) <= 10_000
 
 
 def test_a_look_up_finds_each_reader_with_the_end_of_its_lease(backend, server):

@@ -171,9 +171,12 @@ class Keeper:
     def end(self, lease: Lease) -> None:
         """Give up a lease that was held for too long."""
         self._give_up({lease: _too_long(lease)})
+        self.free(lease)
+
+    def free(self, lease: Lease) -> None:
+        """Release a lease that is marked as lost: another owner may get it. A session keeps it."""
         if self._backend.supports_ttl:
             return
-        # A session keeps its locks. Only now, when it is marked as lost: another owner may get it.
         try:
             self._backend.release(lease.grant)
         except Exception as exc:

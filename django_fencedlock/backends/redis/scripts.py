@@ -425,7 +425,8 @@ for last = 2, #KEYS, 2 do
     local now = time[1] * 1000 + math.floor(time[2] / 1000)
     if (tonumber(redis.pcall('ZSCORE', lock, value)) or 0) > now then
       redis.call('ZADD', lock, string.format('%.0f', now + ttl), value)
-      if redis.call('PTTL', lock) < tonumber(ttl) then redis.call('PEXPIRE', lock, ttl) end
+      -- The ttl may be shorter now: the key must not outlive its readers.
+      redis.call('PEXPIREAT', lock, redis.call('ZREVRANGE', lock, 0, 0, 'WITHSCORES')[2])
       renewed = 1
     end
   elseif not held then
