@@ -48,6 +48,7 @@ class hold_lock:  # noqa: N801
         let_wait: Let the tested code wait for the lock as long as it asks to. By default its
             acquire fails at once, since only the test itself could release the lock.
         shared: Hold it as a reader.
+        path: Hold the path `name`, as ``lock(name, path=True)`` does.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class hold_lock:  # noqa: N801
         fenced: bool = True,
         let_wait: bool = False,
         shared: bool = False,
+        path: bool = False,
     ) -> None:
         self._service = service(backend)
-        self._held = _held(self._service, names.validate(name), fenced, let_wait, shared)
+        name = names.path_name(name) if path else names.validate(name)
+        self._held = _held(self._service, name, fenced, let_wait, shared)
 
     def __enter__(self) -> Lease:
         forbid_in_event_loop("hold_lock(...)", "async with {}")
@@ -190,9 +193,10 @@ def _held(
 @contextlib.contextmanager
 def _fail_at_once(control: Service, name: str) -> Iterator[None]:
     acquire = control.grants.acquire
+    held = names.path_names(names.read_path(name)) if names.is_path(name) else (name,)
 
     def try_once(claim: Claim, wait: Wait, *more: Any) -> tuple[Grant, float] | Held:
-        if claim.name == name:
+        if claim.name in held:
             wait.seconds = 0.0
         return acquire(claim, wait, *more)
 
