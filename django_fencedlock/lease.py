@@ -68,12 +68,16 @@ class Holding(OfHolder):
     def _all(self) -> Leases:
         raise NotImplementedError
 
+    def _own(self) -> Leases:
+        """The leases without those that they release by themselves."""
+        return self._all()
+
     def _suspects(self) -> Leases:
         """The leases, first the one whose loss is the reason of the others'."""
         return self._all()
 
     def _open(self) -> Leases:
-        return [lease for lease in self._all() if lease.is_open()]
+        return [lease for lease in self._own() if lease.is_open()]
 
     def renew(self, ttl: Duration | None = None) -> None:
         """
@@ -202,13 +206,13 @@ class Holding(OfHolder):
 
     def enter(self) -> None:
         """Make the leases the innermost ones of the running context."""
-        for lease in self._all():
+        for lease in self._own():
             lease_context.enter(lease)
 
     def leave(self) -> None:
         """Take the leases out of the running context."""
         # The innermost first: it is found sooner.
-        for lease in reversed(self._all()):
+        for lease in reversed(self._own()):
             lease_context.leave(lease)
 
     def _require_open(self) -> None:
@@ -310,8 +314,8 @@ class Lease(Holding):
     def _suspects(self) -> Leases:
         return (*self.above, self)
 
-    def _open(self) -> Leases:
-        return [self] if self.is_open() else []
+    def _own(self) -> Leases:
+        return (self,)
 
     @property
     def holder(self) -> Holder:
