@@ -25,7 +25,7 @@ from ..core.runtime import clock
 from ..models import Fence, HeldLock, LockEvent
 from ..ops.force_release import Outcome, consequences, force_release
 from ..ops.registry import State, duration, entries, history
-from ..storage.text import show_blanks
+from ..storage.text import for_shell, show_blanks
 from .base import (
     EMPTY,
     DatabaseFilter,
@@ -297,7 +297,7 @@ class HeldLockAdmin(ReadOnlyAdmin):
 
     def _viewable(self, request: HttpRequest, **which: Any) -> list[HeldLock]:
         """Return the rows that the list shows to the user."""
-        rows = self.get_queryset(request).filter(**which).order_by("name")
+        rows = self.get_queryset(request).filter(**which).order_by("name", "acquired_at")
         return [row for row in rows if self.has_view_permission(request, row)]
 
     def _confirmation(self, request: HttpRequest, **which: Any) -> HttpResponse:
@@ -307,19 +307,17 @@ class HeldLockAdmin(ReadOnlyAdmin):
             text = _("The lock was released, or another holder has acquired it.")
             messages.warning(request, text)
             return HttpResponseRedirect(list_url)
-        locks = [
-            {
-                "row": row,
-                "entry": row.entry,
-                "name": show_blanks(row.name),
-                "kind": described(row.entry),
-                "obstacle": _OBSTACLES.get(row.entry.state),
-                "consequences": consequences(
-                    row.fenced, row.session_pid, gettext, shared=bool(row.slot)
-                ),
-            }
-            for row in with_entries(rows, {})
-        ]
+        if len(rows) > MAX_LOCKS:
+            text = _("At most %(count)d readers can be released here. For all, run: %(command)s")
+            command = f"manage.py fencedlock release {for_shell(rows[0].name)}"
+            messages.error(request, text % {"count": MAX_LOCKS, "command": command})
+            return HttpResponseRedirect(list_url)
+        # All readers of a lock in one card.
+        cards: dict[Any, list[Any]] = {}
+        for row in with_entries(rows, {}):
+            about = (row.name, row.alias, row.entry.state in _OBSTACLES) if row.slot else row.pk
+            cards.setdefault(about, []).append(row)
+        locks = [self._card(request, card) for card in cards.values()]
         context = {
             **self.admin_site.each_context(request),
             "title": _("Release by force?"),
@@ -333,6 +331,29 @@ class HeldLockAdmin(ReadOnlyAdmin):
         request.current_app = self.admin_site.name
         template = "admin/django_fencedlock/heldlock/release_confirmation.html"
         return TemplateResponse(request, template, context)
+
+    def _card(self, request: HttpRequest, rows: list[Any]) -> dict[str, Any]:
+        """Return what the confirmation page says of one lock, or of some readers of one."""
+        first = rows[0]
+        kind = described(first.entry)
+        if first.slot:
+            readers = of_same_lock(first, self.get_queryset(request)) or rows
+            kind = gettext("%(lost)d of %(all)d readers") % {"lost": len(rows), "all": len(readers)}
+        pids = list(dict.fromkeys(row.session_pid for row in rows if row.session_pid))
+        steps = dict.fromkeys(
+            step
+            for pid in pids or [None]
+            for step in consequences(first.fenced, pid, gettext, shared=bool(first.slot))
+        )
+        return {
+            "rows": rows,
+            "entry": first.entry,
+            "name": show_blanks(first.name),
+            "kind": kind,
+            "sessions": ", ".join(map(str, pids)),
+            "obstacle": _OBSTACLES.get(first.entry.state),
+            "consequences": list(steps),
+        }
 
     def _release(self, request: HttpRequest) -> HttpResponse:
         """Release the locks of a confirmed form, and report the result of each."""
