@@ -1,6 +1,5 @@
 """``manage.py fencedlock``, with text and JSON output."""
 
-import contextlib
 import io
 import json
 import os
@@ -24,7 +23,6 @@ from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.ops import doctor, resync
 from django_fencedlock.ops.registry import State, duration
 from django_fencedlock.problems import Level
-from django_fencedlock.test.processes import another_thread
 from tests.backends import POSTGRES, REDIS
 from tests.models import Invoice
 from tests.scripts import run_python
@@ -91,32 +89,6 @@ def test_without_an_action_the_usage_names_them():
     assert "{list,show,release,trim,doctor,resync}" in usage.format_usage()
 
 
-@pytest.fixture
-def threads():
-    """Return a function that acquires a lock in a thread of its own, until the end of the test."""
-    with contextlib.ExitStack() as stack:
-
-        def acquire(take):
-            thread = stack.enter_context(another_thread())
-            lease = thread.call(take)
-            stack.callback(thread.call, lease.release)
-            return lease
-
-        acquire.close = stack.close
-        yield acquire
-
-
-class HeldPermit:
-    """A certain permit; otherwise it is a random one."""
-
-    def __init__(self, name, number, limit):
-        self.name, self.number, self.limit = name, number, limit
-
-    def acquire(self):
-        service("default").permits._released[self.name] = self.number
-        return lock(self.name, limit=self.limit).acquire()
-
-
 class TestList:
     def test_nothing(self):
         assert run("list") == ("No locks.\n", "", 0)
@@ -156,14 +128,14 @@ class TestList:
             2,
         )
 
-    def test_permits_and_readers(self, threads):
+    def test_permits_and_readers(self, holders):
         for number in (10, 1, 2):
-            threads(HeldPermit("gpu", number, 12).acquire)
+            holders.permit("gpu", number, 12)
         # The limit was raised since.
         HeldLock.objects.filter(name="gpu [permit 1]").update(permits=3)
         HeldLock.objects.filter(name="gpu [permit 10]").update(expires_at=F("acquired_at"))
         for _ in range(2):
-            threads(lock("catalog", shared=True).acquire)
+            holders.acquire(lock("catalog", shared=True))
         # A waiting writer has no row, and the row that readers lock isn't a holder's.
         assert lock("catalog").acquire(blocking=False) is None
         with lock("gpu"):
@@ -184,7 +156,7 @@ class TestList:
             ("exclusive", None, None, None),
             *[("permit", 1, 3, 2), ("permit", 2, 12, 2), ("permit", 10, 12, 2)],
         ]
-        threads.close()
+        holders.leave()
         HeldLock.objects.all().delete()
         with lock("a"):
             assert "KIND" not in run("list")[0]
@@ -248,9 +220,9 @@ class TestShow:
         assert [each["times"] for each in found["history"]] == [3, 1]
         assert datetime.fromisoformat(found["history"][0]["at"]) == now
 
-    def test_a_name_that_has_permits_alone(self, threads):
+    def test_a_name_that_has_permits_alone(self, holders):
         for number in (10, 2):
-            holder = threads(HeldPermit("gpu", number, 12).acquire).holder
+            holder = holders.permit("gpu", number, 12).holder
         out, _, code = run("show", "gpu")
         found, _ = run_json("show", "gpu")
         assert code == 0
@@ -266,7 +238,7 @@ class TestShow:
         assert list(permits["held"]) == ["gpu [permit 2]", "gpu [permit 10]"]
         assert (permits["limit"], permits["free"][:2]) == (12, [1, 3])
         assert "kind                permit 2 of 12\n" in run("show", "gpu [permit 2]")[0]
-        threads.close()
+        holders.leave()
         out, _, code = run("show", "gpu")
         assert code == 1
         assert "permits          not held; granted so far: 2, 10\n" in out
@@ -283,9 +255,9 @@ class TestShow:
         assert code == 0
         service("default").drop_all()
 
-    def test_readers(self, threads):
+    def test_readers(self, holders):
         for _ in range(2):
-            threads(lock("catalog", shared=True).acquire)
+            holders.acquire(lock("catalog", shared=True))
         out, _, code = run("show", "catalog")
         assert code == 0
         assert "shared by 2: " in out
@@ -340,8 +312,8 @@ class TestRelease:
         found, code = run_json("release", "invoice:1", "--yes")
         assert (found["outcome"], found["done"], code) == ("not held", False, 1)
 
-    def test_a_permit(self, threads):
-        kept, lease = (threads(HeldPermit("gpu", number, 3).acquire) for number in (1, 2))
+    def test_a_permit(self, holders):
+        kept, lease = (holders.permit("gpu", number, 3) for number in (1, 2))
         out, _, code = run("release", "gpu", "--yes")
         assert code == 1
         assert out == (
@@ -352,12 +324,12 @@ class TestRelease:
         assert (kept.verify(), lease.verify()) == (True, True)
         assert run("release", "gpu [permit 2]", "--yes")[2] == 0
         assert (kept.verify(), lease.verify()) == (True, False)
-        threads.close()
+        holders.leave()
         out, _, code = run("release", "gpu", "--yes")
         assert (out, code) == ("Lock 'gpu' is free: there is nothing to release.\n", 1)
 
-    def test_readers(self, threads):
-        leases = [threads(lock("catalog", shared=True).acquire) for _ in range(3)]
+    def test_readers(self, holders):
+        leases = [holders.acquire(lock("catalog", shared=True)) for _ in range(3)]
         owner = leases[0].owner_id
         out = run("release", "catalog", "--owner", owner, stdin=Terminal("n\n"))[0]
         assert "is held by 3 readers.\nThis takes it from 1 of them:\n" in out
@@ -370,7 +342,7 @@ class TestRelease:
         assert all(f", owner id {each.owner_id}\n" in out for each in leases[1:])
         assert "Further readers that lost it: 1." in out
         assert not any(each.verify() for each in leases)
-        leases = [threads(lock("catalog", shared=True).acquire)]
+        leases = [holders.acquire(lock("catalog", shared=True))]
         out = run("release", "catalog", stdin=Terminal("n\n"))[0]
         assert "is held by one reader.\n  " in out
 
