@@ -21,7 +21,7 @@ from .exceptions import (
     WrongDatabase,
 )
 from .lease import Lease, current_lease
-from .lock_sets import LeaseSet, lock_all
+from .lock_sets import LeaseSet, current_leases, lock_all
 from .locks import lock
 from .ops.force_release import force_release
 
@@ -49,6 +49,7 @@ __all__ = [
     "VersionConflict",
     "WrongDatabase",
     "current_lease",
+    "current_leases",
     "force_release",
     "lock",
     "lock_all",

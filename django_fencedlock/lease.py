@@ -98,7 +98,7 @@ class Holding(OfHolder):
         try:
             return _count_release(leases, self._control.release(leases))
         finally:
-            self._leave()
+            self.leave()
 
     async def arenew(self, ttl: Duration | None = None) -> None:
         """See renew()."""
@@ -111,7 +111,7 @@ class Holding(OfHolder):
         try:
             return _count_release(leases, await self._control.arelease(leases))
         finally:
-            self._leave()
+            self.leave()
 
     def __enter__(self) -> Self:
         """Release the lock at the end of the block. This doesn't enter the lease once more."""
@@ -173,7 +173,7 @@ class Holding(OfHolder):
             if leases := self._open():
                 self._control.give_back(leases, who)
         finally:
-            self._leave()
+            self.leave()
         if error is None:
             self._raise_loss()
 
@@ -191,7 +191,7 @@ class Holding(OfHolder):
             for lease in leases:
                 logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
         finally:
-            self._leave()
+            self.leave()
         if error is None:
             self._raise_loss()
 
@@ -200,7 +200,13 @@ class Holding(OfHolder):
         if leases := self._open():
             runtime.start(partial(self._control.give_back, leases, self.who))
 
-    def _leave(self) -> None:
+    def enter(self) -> None:
+        """Make the leases the innermost ones of the running context."""
+        for lease in self._all():
+            lease_context.enter(lease)
+
+    def leave(self) -> None:
+        """Take the leases out of the running context."""
         # The innermost first: it is found sooner.
         for lease in reversed(self._all()):
             lease_context.leave(lease)

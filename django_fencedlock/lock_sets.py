@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, Literal, Never, cast, overload
 
 from django.db import transaction
@@ -21,9 +22,8 @@ from .core.identity import LocalHolder, OfHolder, current_holder, new_owner_id
 from .core.manager import Service
 from .core.runtime import clock
 from .core.set_grants import refusal
-from .exceptions import FencedLockError, LockNotAcquired
+from .exceptions import FencedLockError, LeaseLost, LockNotAcquired
 from .lease import Duration, Holding, Lease, Leases, forbid_in_event_loop
-from .lease_context import enter
 
 if TYPE_CHECKING:
     # At run time, a type variable has a default from Python 3.13 on.
@@ -38,6 +38,9 @@ else:
 
 #: Limit of the names of a set.
 MAX_NAMES = 1000
+
+#: The sets of the running context, the innermost last. Weak, as `lease_context` says.
+_sets: ContextVar[tuple[weakref.ref[LeaseSet], ...]] = ContextVar("fencedlock_sets", default=())
 
 
 class LeaseSet(Holding, Mapping[str, Lease]):
@@ -108,6 +111,22 @@ class LeaseSet(Holding, Mapping[str, Lease]):
         for lease in self._all():
             lease.on_lost(call_once)
 
+    def interrupt_by(self, interrupt: Callable[[Lease], object]) -> None:
+        """See `Lease.interrupt_by()`. The loss of one is the loss of the first, too."""
+        self._all()[0].interrupt_by(interrupt)
+
+    def off_lost(self, callback: Callable[[Lease], object]) -> None:
+        """Take back what `interrupt_by()` was given."""
+        self._all()[0].off_lost(callback)
+
+    def explain(self) -> None:
+        """Find out the reason of the loss if it is guessed so far. Asks the database."""
+        self._lost_first().explain()
+
+    def loss(self) -> LeaseLost:
+        """Return the error of the loss, with the lease that was lost first."""
+        return self._lost_first().loss()
+
     def atomic(self, using: str | None = None) -> AbstractContextManager[None]:
         """
         Open a transaction, the outermost one, in which everything is fenced by all the leases.
@@ -126,11 +145,34 @@ class LeaseSet(Holding, Mapping[str, Lease]):
         cause = self._together.cause
         return sorted(self._all(), key=lambda lease: lease is not cause)
 
-    def _leave(self) -> None:
-        super()._leave()
+    def _lost_first(self) -> Lease:
+        suspects = self._suspects()
+        return next((lease for lease in suspects if lease.lost), suspects[0])
+
+    def enter(self) -> None:
+        super().enter()
+        sets = (each for each in _sets.get() if each() is not None)
+        _sets.set((*sets, weakref.ref(self)))
+
+    def leave(self) -> None:
+        super().leave()
+        _sets.set(tuple(each for each in _sets.get() if each() not in (None, self)))
         for lease in self._open():
             # An outer block holds it longer than this set.
             lease.off_lost(self._together)
+
+
+def current_leases() -> LeaseSet | None:
+    """
+    Find the innermost set of leases of the running context, such as that of a task's body.
+
+    ``with current_leases().atomic():`` fences everything in it by all of them.
+    """
+    for each in reversed(_sets.get()):
+        leases = each()
+        if leases is not None and leases._open():
+            return leases
+    return None
 
 
 class _Together:
@@ -180,8 +222,8 @@ class LockSet(Acquiring, Generic[S]):
         try:
             leases = self._acquire(asked, asked.wait)
             if leases is not None:
+                leases.enter()
                 for lease in leases.values():
-                    enter(lease)
                     # In one go, and in this order, as far as signals are concerned.
                     lease.entered_by, lease.to_release = asked.wait, lease.to_release + 1
             return leases
@@ -210,8 +252,7 @@ class LockSet(Acquiring, Generic[S]):
         try:
             leases = self._acquire(asked, asked.wait)
             if leases is not None:
-                for lease in leases.values():
-                    enter(lease)
+                leases.enter()
             elif self.required:
                 raise asked.refusal()
             self._entered.append((block, OfHolder(asked.who) if leases is None else leases))
@@ -278,8 +319,8 @@ class LockSet(Acquiring, Generic[S]):
             leases = await self._wait_async(missing[0], asked.wait, acquire, tell)
         else:
             leases = self._acquire(asked, asked.wait)
-        for lease in leases.values() if leases is not None else ():
-            enter(lease)
+        if leases is not None:
+            leases.enter()
         return leases
 
 

@@ -190,7 +190,7 @@ class Explorer:
             policy=single_of(rebuild).policy,
             service=SimpleNamespace(config=conf.config()),
             owner=SimpleNamespace(id=actor.owner),
-            lease=None,
+            leases=(),
             ttl=5,
             args=(actor.version,),
             kwargs={},

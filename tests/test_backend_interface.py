@@ -276,8 +276,7 @@ class BackendInterface:
         refused = other.acquire(claim(name), Wait())
         assert isinstance(refused, Held)
         assert refused.owner in (first.owner, second.owner, "")
-        held = other.holders([name])[name]
-        assert {each.owner for each in (held, *held.others)} == {first.owner, second.owner}
+        assert owners(other, name) == {first.owner, second.owner}
         assert backend.release(first)
         assert not backend.release(first)
         assert other.verify(second)
@@ -296,15 +295,17 @@ class BackendInterface:
         backend.release(former)
         readers = [take(each, claim(name)._replace(shared=True)) for each in (backend, other)]
         assert [each.token for each in readers] == [former.token + 1] * 2
-        for each in readers:
-            backend.release(each)
+        backend.release(readers[0])
+        other.release(readers[1])
         assert take(other, claim(name)).token == former.token + 2
 
-    def test_a_waiting_writer_stops_new_readers(self, backend, other, name, waits):
+    def test_a_writer_that_polls_or_waits_stops_new_readers(self, backend, other, name, waits):
         needs_readers(backend)
         reader = take(backend, claim(name)._replace(shared=True))
         waiter = waits(other, claim(name), Wait(SLACK))
         waiter.refused.wait(SLACK)
+        if backend.supports_waiting:
+            wait_until(partial(is_waited_for, backend, name, 1), "a writer in the queue")
         new = claim(name)._replace(shared=True)
         assert isinstance(backend.acquire(new, Wait()), Held)
         backend.release(reader)
@@ -312,18 +313,72 @@ class BackendInterface:
         other.release(grant(waiter.sent, waiter.result()))
         wait_until(lambda: isinstance(backend.acquire(new, Wait()), Granted), "the new reader")
 
+    def test_readers_share_a_lock_and_exclude_a_writer(self, backend, other, name):
+        needs_readers(backend)
+        mine, *others = [take(each, reader(name)) for each in (backend, other, other)]
+        assert backend.verify(mine)
+        assert all(map(other.verify, others))
+        refused = backend.acquire(claim(name), Wait())
+        assert refused.owner in ("", mine.owner, *(each.owner for each in others))
+        assert backend.renew([mine]) == [Renewal.KEPT]
+        assert other.renew(others) == [Renewal.KEPT] * 2
+        for used, each in ((backend, mine), *((other, each) for each in others)):
+            assert isinstance(backend.acquire(claim(name), Wait()), Held)
+            assert used.release(each)
+            assert not used.release(each)
+            assert not used.verify(each)
+        assert backend.release(take(backend, claim(name)))
+        assert name not in other.holders([name])
+
+    def test_a_writer_excludes_readers(self, backend, other, name):
+        needs_readers(backend)
+        writer = take(backend, claim(name))
+        refused = other.acquire(reader(name), Wait())
+        assert refused.owner in (writer.owner, "")
+        backend.release(writer)
+        assert other.release(take(other, reader(name)))
+
+    def test_a_shared_claim_may_be_sent_twice(self, backend, other, name):
+        needs_readers(backend)
+        sent = reader(name)
+        for _ in range(2):
+            taken = take(backend, sent)
+        assert backend.release(taken)
+        assert isinstance(other.acquire(claim(name), Wait()), Granted)
+
     def test_a_dead_reader_expires_alone(self, backend, other, name):
         needs_readers(backend)
         if not backend.supports_ttl:
             pytest.skip("such locks live as long as their session")
-        alive = take(backend, claim(name)._replace(shared=True))
-        dead = take(other, claim(name, ttl=self.short)._replace(shared=True))
-        wait_until(lambda: not other.holders([name])[name].others, "the reader to expire")
-        assert backend.verify(alive)
-        assert isinstance(other.acquire(claim(name), Wait()), Held)
-        backend.release(alive)
-        wait_until(lambda: isinstance(other.acquire(claim(name), Wait()), Granted), "the writer")
-        assert other.renew([dead]) == [Renewal.LOST]
+        take(backend, reader(name, ttl=self.short))
+        alive = take(other, reader(name))
+        wait_until(lambda: owners(backend, name) == {alive.owner}, "a lease to expire")
+        assert other.verify(alive)
+        assert other.renew([alive]) == [Renewal.KEPT]
+        assert isinstance(backend.acquire(claim(name), Wait()), Held)
+        assert other.release(alive)
+        assert isinstance(backend.acquire(claim(name), Wait()), Granted)
+
+    def test_a_waiting_writer_stops_new_readers(self, backend, other, make, name, waits):
+        needs_readers(backend)
+        waits_in_the_service(backend)
+        first = take(backend, reader(name))
+        sent = claim(name)
+        writer = waits(other, sent, Wait(SLACK))
+        wait_until(partial(is_waited_for, backend, name, 1), "a writer in the queue")
+        assert isinstance(backend.acquire(reader(name), Wait()), Held)
+        readers = []
+        for number in (2, 3):
+            readers.append((reader(name), make()))
+            readers[-1] += (waits(readers[-1][1], readers[-1][0], Wait(SLACK)),)
+            wait_until(partial(is_waited_for, backend, name, number), "a reader in the queue")
+        backend.release(first)
+        written = grant(sent, writer.result())
+        assert not any(waiter.answered.done() for *_, waiter in readers)
+        # They get in together.
+        other.release(written)
+        taken = [(used, grant(sent, waiter.result())) for sent, used, waiter in readers]
+        assert all(used.verify(each) for used, each in taken)
 
     # Several locks
 
@@ -380,72 +435,6 @@ class BackendInterface:
         other.release(held)
         assert other.acquire_any(last, Wait())[0] == last[0]
 
-    # Shared locks
-
-    def test_readers_share_a_lock_and_exclude_a_writer(self, backend, other, name):
-        shares_locks(backend)
-        readers = [take(each, reader(name)) for each in (backend, other, other)]
-        assert all(map(backend.verify, readers))
-        refused = backend.acquire(claim(name), Wait())
-        assert refused.owner in ("", *(each.owner for each in readers))
-        assert other.renew(readers) == [Renewal.KEPT] * 3
-        for each in readers:
-            assert isinstance(backend.acquire(claim(name), Wait()), Held)
-            assert other.release(each)
-            assert not other.release(each)
-            assert not other.verify(each)
-        assert backend.release(take(backend, claim(name)))
-        assert name not in other.holders([name])
-
-    def test_a_writer_excludes_readers(self, backend, other, name):
-        shares_locks(backend)
-        writer = take(backend, claim(name))
-        refused = other.acquire(reader(name), Wait())
-        assert refused.owner in (writer.owner, "")
-        backend.release(writer)
-        assert other.release(take(other, reader(name)))
-
-    def test_a_shared_claim_may_be_sent_twice(self, backend, other, name):
-        shares_locks(backend)
-        sent = reader(name)
-        for _ in range(2):
-            taken = take(backend, sent)
-        assert backend.release(taken)
-        assert isinstance(other.acquire(claim(name), Wait()), Granted)
-
-    def test_a_dead_reader_expires_alone(self, backend, other, name):
-        shares_locks(backend)
-        if not backend.supports_ttl:
-            pytest.skip("such locks live as long as their session")
-        dead, alive = take(backend, reader(name, ttl=self.short)), take(other, reader(name))
-        wait_until(lambda: not backend.verify(dead), "a lease to expire")
-        assert other.verify(alive)
-        assert backend.renew([dead, alive]) == [Renewal.LOST, Renewal.KEPT]
-        assert isinstance(backend.acquire(claim(name), Wait()), Held)
-        assert other.release(alive)
-        assert isinstance(backend.acquire(claim(name), Wait()), Granted)
-
-    def test_a_waiting_writer_stops_new_readers(self, backend, other, make, name, waits):
-        shares_locks(backend)
-        waits_in_the_service(backend)
-        first = take(backend, reader(name))
-        sent = claim(name)
-        writer = waits(other, sent, Wait(SLACK))
-        wait_until(partial(is_waited_for, backend, name, 1), "a writer in the queue")
-        assert isinstance(backend.acquire(reader(name), Wait()), Held)
-        readers = []
-        for number in (2, 3):
-            readers.append((reader(name), make()))
-            readers[-1] += (waits(readers[-1][1], readers[-1][0], Wait(SLACK)),)
-            wait_until(partial(is_waited_for, backend, name, number), "a reader in the queue")
-        backend.release(first)
-        written = grant(sent, writer.result())
-        assert not any(waiter.answered.done() for *_, waiter in readers)
-        # They get in together.
-        other.release(written)
-        taken = [grant(sent, waiter.result()) for sent, _, waiter in readers]
-        assert all(map(backend.verify, taken))
-
     def test_a_closed_backend_may_be_used_again(self, backend, name):
         taken = take(backend, claim(name))
         backend.release(taken)
@@ -499,6 +488,11 @@ def is_waited_for(backend: Backend, name: str, count: int) -> bool:
     return backend.holders([name])[name].waiting == count
 
 
+def owners(backend: Backend, name: str) -> set[str]:
+    held = backend.holders([name])[name]
+    return {each.owner for each in (held, *held.others)}
+
+
 def needs_readers(backend: Backend) -> None:
     if not backend.supports_shared:
         pytest.skip("it has no shared locks")
@@ -516,11 +510,6 @@ def claim(name: str, *, ttl: float = 30.0, fenced: bool = True) -> Claim:
 
 def reader(name: str, **more: Any) -> Claim:
     return claim(name, **more)._replace(shared=True)
-
-
-def shares_locks(backend: Backend) -> None:
-    if not backend.supports_shared:
-        pytest.skip("it has no shared locks")
 
 
 def take(backend: Backend, sent: Claim) -> Grant:

@@ -110,6 +110,8 @@ class TestPostgres(Configured, LockContract, WaitingContract, SharedContract):
 
 
 class OnMysql(Configured, LockContract, WaitingContract):
+    hammered_ttl = 3.0
+
     @classmethod
     def fencedlock(cls):
         return {"BACKEND": MYSQL, "FENCE_DATABASE": cls.fence_database}
@@ -174,6 +176,7 @@ class Queued(Configured, LockContract, WaitingContract):
     """For backends of the queue recipe."""
 
     counts_tokens = False
+    hammered_ttl = 3.0
     left_to_holder = False
     # A session can't be made longer.
     renewed_ttl = 20.0
@@ -222,6 +225,7 @@ class TestConsul(Queued):
 @real("default", "postgres")
 class TestRedlock(Configured, LockContract, ExpiryContract, DataLossContract):
     needed = "shared_redlock"
+    hammered_ttl = 3.0
     nodes = staticmethod(shared.redlock)
 
     # A renewal that sets a key which is gone would undo a forced release.
@@ -240,6 +244,7 @@ class TestRedlock(Configured, LockContract, ExpiryContract, DataLossContract):
 @real("default", "postgres")
 class TestDynamoDB(Configured, LockContract, ExpiryContract, DataLossContract):
     needed = "shared_dynamodb"
+    hammered_ttl = 3.0
     # A table is restored as a whole, and its locks are lost then.
     test_a_forgotten_holder_keeps_a_lock_that_no_other_holder_acquired = None
 
@@ -269,11 +274,13 @@ class TestDynamoDB(Configured, LockContract, ExpiryContract, DataLossContract):
 class Private(OutageContract):
     answer_within = 5.0
     backend = DATABASE
+    timeout = 1.0
 
     @pytest.fixture
     def prepared(self, request):
         self.server = self.launch(request)
-        entry = {"BACKEND": self.backend, "OPTIONS": {"TIMEOUT": 1}, **self.address(request)}
+        options = {"TIMEOUT": self.timeout}
+        entry = {"BACKEND": self.backend, "OPTIONS": options, **self.address(request)}
         with override_settings(FENCEDLOCK={"default": entry}):
             yield
 
@@ -316,6 +323,8 @@ class TestOutageOfValkey(TestOutageOfRedis):
 @real("default", "postgres")
 class TestOutageOfEtcd(TestOutageOfRedis):
     backend = ETCD
+    # A disk, or a JVM that starts, may take more than a second.
+    timeout = 3.0
 
     def launch(self, request):
         return request.getfixturevalue("make_etcd")()
@@ -324,6 +333,7 @@ class TestOutageOfEtcd(TestOutageOfRedis):
 @real("default", "postgres")
 class TestOutageOfZooKeeper(Private):
     backend = ZOOKEEPER
+    timeout = 3.0
 
     def launch(self, request):
         # For leases of a minute.
@@ -336,6 +346,7 @@ class TestOutageOfZooKeeper(Private):
 @real("default", "postgres")
 class TestOutageOfConsul(Private):
     backend = CONSUL
+    timeout = 3.0
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -350,7 +361,7 @@ class TestOutageOfConsul(Private):
 
     def address(self, request):
         location = {"LOCATION": self.server.url, "FENCE_DATABASE": "postgres"}
-        return {**location, "OPTIONS": {"TIMEOUT": 1, "SESSION_TTL_MIN": 1}}
+        return {**location, "OPTIONS": {"TIMEOUT": self.timeout, "SESSION_TTL_MIN": 1}}
 
 
 class Several:
@@ -364,6 +375,7 @@ class Several:
 @real("default", "postgres")
 class TestOutageOfAMajorityOfRedlock(Private):
     backend = REDLOCK
+    timeout = 3.0
 
     def launch(self, request):
         launch = request.getfixturevalue("make_redis")
@@ -378,6 +390,7 @@ class TestOutageOfAMajorityOfRedlock(Private):
 @real("default", "postgres")
 class TestOutageOfDynamoDB(Private):
     backend = DYNAMODB
+    timeout = 3.0
 
     def launch(self, request):
         return request.getfixturevalue("make_dynamodb")(durable=True)
@@ -387,7 +400,7 @@ class TestOutageOfDynamoDB(Private):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", DynamoDB.access_key)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", DynamoDB.secret_key)
         self.server = self.launch(request)
-        options = {"REGION": DynamoDB.region, "ENDPOINT": self.server.url, "TIMEOUT": 1}
+        options = {"REGION": DynamoDB.region, "ENDPOINT": self.server.url, "TIMEOUT": self.timeout}
         entry = {"BACKEND": DYNAMODB, "LOCATION": "locks", "OPTIONS": options}
         with override_settings(FENCEDLOCK={"default": {**entry, "FENCE_DATABASE": "postgres"}}):
             create_table()

@@ -1,6 +1,5 @@
 """The DynamoDB backend: without a server, and on an emulator that checks conditions atomically."""
 
-import contextlib
 import itertools
 import os
 import socket
@@ -26,11 +25,10 @@ from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, 
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.test.contract.acts import take_turns
-from django_fencedlock.test.processes import AnotherProcess, Surroundings
 from tests.backends import DYNAMODB
 from tests.scripts import run_python
 from tests.servers.process import wait_until
+from tests.services import ServiceAcceptance, on_postgres
 from tests.test_backend_interface import BackendInterface, claim, take
 from tests.threads import at_once
 
@@ -358,7 +356,7 @@ def test_an_expired_lock_is_taken_after_the_margin(backend, other):
     while clock() < until:
         # Each answer tells the time more closely, once its second has changed.
         backend.holders(["x"]), other.holders(["x"])
-    taken, began = take(backend, claim("x", ttl=0.5)), clock()
+    began, taken = clock(), take(backend, claim("x", ttl=0.5))
     wait_until(lambda: isinstance(other.acquire(claim("x"), Wait()), Granted), "the lock")
     assert 0.5 + MARGIN <= clock() - began < 0.5 + MARGIN + SLACK
     assert backend.renew([taken]) == [Renewal.LOST]
@@ -458,7 +456,7 @@ def test_an_unreachable_endpoint_is_reported_in_time(timeout):
         for act in acts(backend):
             message, took = error_of(act)
             assert "Could not connect to the endpoint URL" in message
-            assert took < timeout + SLACK / 10
+            assert took < timeout + SLACK / 2
 
 
 @pytest.mark.slow
@@ -469,7 +467,7 @@ def test_a_service_that_never_answers_is_reported_in_time(timeout):
         for act in acts(DynamoDBBackend(config_of(url, TIMEOUT=timeout))):
             message, took = error_of(act)
             assert "Read timeout" in message
-            assert took < timeout + SLACK / 10
+            assert took < timeout + SLACK / 2
 
 
 def test_a_server_of_another_kind_is_reported(closing):
@@ -503,7 +501,7 @@ def test_each_refusal_says_what_to_do(closing, code, remedy):
     backend = DynamoDBBackend(config_of(server.url, TIMEOUT=2))
     message, took = error_of(partial(backend.acquire, claim("x"), Wait()))
     assert f"{code}: No. {remedy}" in message
-    assert took < 2 + SLACK / 10
+    assert took < 2 + SLACK / 2
 
 
 class Canned(ThreadingHTTPServer):
@@ -580,15 +578,15 @@ def test_what_a_busy_service_left_out_is_looked_up_again(backend, monkeypatch):
 @pytest.fixture
 def proxied(make_proxy, shared_dynamodb, config, closing):
     proxy = make_proxy(shared_dynamodb.host, shared_dynamodb.port)
-    options = {**config.options, "ENDPOINT": f"http://127.0.0.1:{proxy.port}", "TIMEOUT": 3}
+    options = {**config.options, "ENDPOINT": f"http://127.0.0.1:{proxy.port}", "TIMEOUT": 10}
     return proxy, closing(DynamoDBBackend(replace(config, options=options)))
 
 
 def lose_first_reply(proxy):
-    """Drop the next answer. The second try, after half a second, gets one."""
+    """Drop the next answer. The second try, after 2.25 s, gets one."""
 
     def heal():
-        time.sleep(0.3)
+        time.sleep(1)
         proxy.pass_through()
 
     proxy.drop_replies()
@@ -636,7 +634,7 @@ def test_renewals_whose_answers_are_lost_are_repeated(proxied):
 def test_a_slow_network_makes_leases_shorter_and_locks_later(proxied, other):
     proxy, backend = proxied
     proxy.delay(to_server=0.15, to_client=0.15)
-    taken, began = take(backend, claim("x", ttl=2)), clock()
+    began, taken = clock(), take(backend, claim("x", ttl=2))
     wait_until(lambda: isinstance(other.acquire(claim("x"), Wait()), Granted), "the lock")
     assert clock() - began > 2
     assert not backend.verify(taken)
@@ -740,24 +738,6 @@ def test_a_child_has_connections_of_its_own(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-def test_eight_processes_never_overlap_and_their_tokens_rise(config, settings, tmp_path):
-    settings.FENCEDLOCK = {"default": {**entry_of(config), "FENCE_DATABASE": "postgres"}}
-    log, name = tmp_path / "log", uuid.uuid4().hex
-    with contextlib.ExitStack() as stack:
-        here = Surroundings.here()
-        several = [stack.enter_context(contextlib.closing(AnotherProcess(here))) for _ in range(8)]
-        runs = [each.start(take_turns, "default", name, 200, str(log)) for each in several]
-        for run in runs:
-            run.result(100)
-    steps = [line.split() for line in log.read_text().splitlines()]
-    entered, left = steps[::2], steps[1::2]
-    assert {step for step, _ in entered} == {"in"}
-    assert left == [["out", token] for _, token in entered]
-    assert [int(token) for _, token in entered] == list(range(1, 1601))
-
-
-@pytest.mark.slow
 def test_greenlets_take_locks_while_a_real_thread_renews(config):
     code = """
         from gevent import monkey
@@ -790,3 +770,23 @@ def test_greenlets_take_locks_while_a_real_thread_renews(config):
     """
     arguments = (config.options["ENDPOINT"], config.location, config.key_prefix)
     run_python(*arguments, code=code, DJANGO_SETTINGS_MODULE="tests.settings")
+
+
+@on_postgres
+class TestAcceptance(ServiceAcceptance):
+    backend = DYNAMODB
+    # It has no nodes of ours. Its outage is in tests/test_contract.py.
+    test_a_leader_is_killed_under_load = None
+    test_a_server_that_starts_empty = None
+    test_no_quorum_is_an_error_in_time_and_leaves_nothing_locked = None
+
+    def location(self, *addresses):
+        return "fencedlock"
+
+    def settings_of(self, *addresses, **options):
+        endpoint = f"http://{addresses[0].host}:{addresses[0].port}"
+        return super().settings_of(REGION=REGION, ENDPOINT=endpoint, **options)
+
+    @pytest.fixture
+    def servers(self, table, shared_dynamodb):
+        return [shared_dynamodb]

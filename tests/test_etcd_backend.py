@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import shutil
 import subprocess
+import threading
+import time
 import uuid
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from django_fencedlock import LeaseLost, StaleFence, lock
 from django_fencedlock.backends import etcd as module
 from django_fencedlock.backends.etcd import EtcdBackend
-from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
+from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.places import Place, Watch
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.manager import service
@@ -20,7 +22,7 @@ from tests.backends import ETCD
 from tests.servers import Authority, Etcd, finding
 from tests.servers.etcd import encode
 from tests.servers.process import wait_until
-from tests.services import ALIAS, DATABASE, ServiceAcceptance
+from tests.services import ALIAS, DATABASE, ServiceAcceptance, on_postgres
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.test_http_nodes import Server, answer, close_without_answer
 from tests.threads import beside
@@ -37,7 +39,7 @@ def config_of(*urls, prefix=None, **options):
         blocking_timeout=10.0,
         key_prefix=prefix or f"{uuid.uuid4().hex}/",
         fence_database="default",
-        options={"TIMEOUT": 2, **options},
+        options={"TIMEOUT": 5, **options},
     )
 
 
@@ -261,20 +263,18 @@ class TestTLS:
         assert "CommonName" in refusal(named)
 
     def test_no_client_certificate(self, server, authority, make):
-        assert (
-            "TLS" in refusal(make(server.url, CA=str(authority.certificate), TIMEOUT=0.5)).upper()
-        )
+        assert "TLS" in refusal(make(server.url, CA=str(authority.certificate), TIMEOUT=2)).upper()
 
     def test_another_authority(self, server, authority, make):
-        other = {**self.files(authority), "CA": str(Authority().certificate), "TIMEOUT": 0.5}
+        other = {**self.files(authority), "CA": str(Authority().certificate), "TIMEOUT": 2}
         assert "certificate verify failed" in refusal(make(server.url, **other))
 
     def test_a_url_without_tls(self, server, make):
-        assert "https://" in refusal(make(server.url.replace("https:", "http:"), TIMEOUT=0.5))
+        assert "https://" in refusal(make(server.url.replace("https:", "http:"), TIMEOUT=2))
 
 
 def test_a_url_with_tls_for_a_server_without(shared_etcd, make):
-    message = refusal(make(shared_etcd.url.replace("http:", "https:"), TIMEOUT=0.5))
+    message = refusal(make(shared_etcd.url.replace("http:", "https:"), TIMEOUT=2))
     assert "http://" in message
 
 
@@ -321,6 +321,49 @@ def test_a_release_whose_answer_is_lost_is_unknown(make, shared_etcd, make_proxy
     assert backend.release(taken) is False
 
 
+def test_an_entry_that_a_late_copy_made_again_is_no_lease(make, shared_etcd, make_proxy):
+    """A forced release came in between, and another holder."""
+    proxy = make_proxy(shared_etcd.host, shared_etcd.port)
+    backend = make(f"http://{proxy.host}:{proxy.port}", prefix="late/")
+    other = make(shared_etcd.url, prefix="late/")
+    kept = take(backend, claim("warm"))
+    proxy.cut_after(to_client=1)
+    taken = take(backend, sent := claim("x"))
+    assert backend.renew([taken, kept]) == [Renewal.KEPT, Renewal.KEPT]
+    assert other.release(Grant("x", taken.owner))
+    newer = take(other, claim("x"))
+    backend.enter(taken.handle.session.id, sent, alone=False)
+    assert not backend.verify(taken)
+    assert backend.renew([taken, kept]) == [Renewal.LOST, Renewal.KEPT]
+    assert other.renew([newer]) == [Renewal.KEPT]
+    backend.release(taken)
+    assert other.release(newer)
+    backend.release(kept)
+
+
+def test_a_beat_releases_no_claim_that_is_repeated_meanwhile(backend, monkeypatch):
+    """The claim was sent twice and refused. Then the core evicted the holder, and repeats it."""
+    kept, former = take(backend, claim("warm")), take(backend, sent := claim("x"))
+    backend._doubts.repeated.add(sent.owner)
+    backend.release(former)
+    really, begun = backend.leave, threading.Event()
+
+    def leave(*given):
+        begun.set()
+        time.sleep(0.5)
+        return really(*given)
+
+    monkeypatch.setattr(backend, "leave", leave)
+    beat = beside(backend.renew, [kept])
+    assert begun.wait(20)
+    taken = take(backend, sent)
+    assert beat.result(20) == [Renewal.KEPT]
+    monkeypatch.undo()
+    assert backend.verify(taken)
+    backend.release(taken)
+    backend.release(kept)
+
+
 def test_a_request_that_was_repeated_before_a_login_is_a_repeated_one(make, closing):
     """A server that starts again may have carried it out, and has forgotten the token."""
     server = closing(Server())
@@ -338,7 +381,7 @@ def test_one_of_several_nodes_is_away(make_etcd_cluster, make):
     nodes = make_etcd_cluster()
     nodes.sort(key=lambda node: node.is_leader())
     # The first one is asked first; without the leader, nothing works until the next election.
-    backend = make(*(node.url for node in nodes), TIMEOUT=4)
+    backend = make(*(node.url for node in nodes), TIMEOUT=8)
     assert works(backend)
     nodes[0].pause()
     try:
@@ -471,6 +514,7 @@ class TestForgetfulServer:
         self.assert_rising(server, lose)
 
 
+@on_postgres
 class TestAcceptance(ServiceAcceptance):
     backend = ETCD
 
@@ -484,3 +528,7 @@ class TestAcceptance(ServiceAcceptance):
     @pytest.fixture
     def cluster(self, make_etcd_cluster):
         return make_etcd_cluster()
+
+    @pytest.fixture
+    def single(self, make_etcd):
+        return make_etcd()

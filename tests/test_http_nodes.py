@@ -17,13 +17,13 @@ from django_fencedlock.backends.http_settings import credentials, location_probl
 from django_fencedlock.conf import AliasConfig
 from tests.scripts import run_python
 from tests.servers import Authority
-from tests.servers.process import free_port
+from tests.servers.process import free_port, wait_until
 
 #: Seconds that a busy machine may take longer.
-SLACK = 1.0
+SLACK = 5.0
 
 
-def config_of(*urls, timeout=1.0, **options):
+def config_of(*urls, timeout=5.0, **options):
     return AliasConfig(
         alias="default",
         backend="",
@@ -249,7 +249,7 @@ def test_a_connection_that_the_server_closed_is_not_used(server, make, way):
     nodes = make(server.url)
     server.script = [way]
     assert nodes.ask("POST", "/").body == "last"
-    time.sleep(0.1)
+    wait_until(lambda: all(map(http._is_closed, nodes._idle.get())), "the end of the connection")
     found = nodes.ask("POST", "/")
     assert (found.status, found.is_repeated) == (200, False)
     assert len(server.requests) == 2
@@ -427,8 +427,45 @@ def test_it_fails_after_the_timeout(make_server, make, number, act):
     servers = [make_server() for _ in range(number)]
     for each in servers:
         each.otherwise = act
-    with within(1 + 0.35), pytest.raises(NodesFailed, match=r"127\.0\.0\.1:\d+: "):
-        make(*(each.url for each in servers)).ask("POST", "/")
+    with within(1 + SLACK), pytest.raises(NodesFailed, match=r"127\.0\.0\.1:\d+: "):
+        make(*(each.url for each in servers), timeout=1).ask("POST", "/")
+
+
+@pytest.fixture
+def named(monkeypatch, closing):
+    """Return a function that gives a name three silent addresses, and then others."""
+    look_up = socket.getaddrinfo
+    deaf = closing(socket.create_server(("127.0.0.1", 0), backlog=0))
+    for _ in range(3):
+        other = closing(socket.socket())
+        other.setblocking(False)
+        other.connect_ex(deaf.getsockname())
+    silent = [deaf.getsockname()[1]] * 3
+
+    def name(*ports):
+        def answers(host, port, *args, **terms):
+            if host != "many.example":
+                return look_up(host, port, *args, **terms)
+            kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+            return [(*kind, ("127.0.0.1", each)) for each in (*silent, *ports)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", answers)
+        return "http://many.example:1"
+
+    return name
+
+
+def test_a_name_with_many_addresses_is_an_error_in_time(make, named):
+    """Each of them would have the whole timeout."""
+    nodes = make(named(), timeout=3)
+    with within(3 + SLACK), pytest.raises(NodesFailed, match="timed out"):
+        nodes.ask("POST", "/")
+
+
+def test_the_last_address_of_a_name_is_tried_in_time(make, named, server):
+    port = int(server.url.rpartition(":")[2])
+    with within(3 + SLACK):
+        assert make(named(port), timeout=3).ask("POST", "/").status == 200
 
 
 def test_the_error_names_the_status_and_the_reason(server, make):
@@ -437,11 +474,18 @@ def test_the_error_names_the_status_and_the_reason(server, make):
         make(server.url, timeout=0.2).ask("POST", "/")
 
 
+def test_the_error_names_a_reason_that_says_more_than_a_last_try_without_time(server, make):
+    server.script = [answer('{"error": "busy"}', 503)] * 2
+    server.otherwise = hang
+    with pytest.raises(NodesFailed, match="status 503, busy"):
+        make(server.url, timeout=1).ask("POST", "/")
+
+
 def test_nodes_that_refuse_are_not_asked_without_a_pause(make, refused, monkeypatch):
     calls, really = [], socket.create_connection
     monkeypatch.setattr(socket, "create_connection", lambda *g, **k: calls.append(1) or really(*g))
     with pytest.raises(NodesFailed, match="refused"):
-        make(refused).ask("POST", "/")
+        make(refused, timeout=1).ask("POST", "/")
     assert 2 <= len(calls) < 15
 
 
@@ -463,7 +507,7 @@ def test_a_server_of_another_protocol_is_an_error(make, closing):
 # Long answers
 
 
-def streamed(nodes, seconds=5.0, on_open=lambda stop: None):
+def streamed(nodes, seconds=30.0, on_open=lambda stop: None):
     return nodes.stream("POST", "/v3/watch", {}, seconds, on_open)
 
 
@@ -480,10 +524,10 @@ def test_a_stream_yields_each_line_as_it_comes(server, make):
 
 
 def test_a_stream_ends_in_time(server, make):
-    server.script = [lines("a", then=hang), lines(*"abcdefghij", pause=0.1)]
+    server.script = [lines("a", then=hang), lines(*"abcdefghij", pause=0.5)]
     for _ in range(2):
-        with within(0.4 + SLACK / 2):
-            found = streamed(make(server.url), 0.4)
+        with within(2 + SLACK / 2):
+            found = streamed(make(server.url), 2.0)
             assert next(found) == "a\n"
             list(found)
 
@@ -500,8 +544,8 @@ def test_a_stream_is_stopped_from_another_thread(make_server, make, tls, server)
         options = {"CA": str(authority.certificate)}
     server.script = [lines("a", then=hang)]
     stops = []
-    with within(5):
-        found = streamed(make(server.url, **options), 10, stops.append)
+    with within(20):
+        found = streamed(make(server.url, **options), 60, stops.append)
         assert next(found) == "a\n"
         threading.Timer(0.1, stops[0]).start()
         assert list(found) == []
@@ -525,7 +569,7 @@ def test_a_stream_of_nothing_ends_at_once(server, make):
     """Consul's answer about a key that is gone."""
     server.script = [lines("{}", status=404)]
     nodes = make(server.url)
-    with within(0.04 + SLACK):
+    with within(SLACK):
         assert list(streamed(nodes)) == []
 
 
@@ -656,16 +700,19 @@ def test_tls_with_the_wrong_authority_is_an_error_in_time(make_server, make):
     issued = Authority().issue("server")
     context.load_cert_chain(issued.certificate, issued.key)
     server = make_server(context)
-    with within(1.4), pytest.raises(NodesFailed, match=r"certificate verify failed.*Set .*'CA'"):
-        make(server.url, CA=str(Authority().certificate)).ask("POST", "/")
+    with (
+        within(1 + SLACK),
+        pytest.raises(NodesFailed, match=r"certificate verify failed.*Set .*'CA'"),
+    ):
+        make(server.url, timeout=1, CA=str(Authority().certificate)).ask("POST", "/")
 
 
 def test_tls_to_a_server_without_it_is_an_error_in_time(server, make):
-    with within(1.4), pytest.raises(NodesFailed, match="If it has no TLS, write http://"):
-        make(server.url.replace("http:", "https:")).ask("POST", "/")
+    with within(1 + SLACK), pytest.raises(NodesFailed, match="If it has no TLS, write http://"):
+        make(server.url.replace("http:", "https:"), timeout=1).ask("POST", "/")
 
 
 def test_a_server_that_never_ends_its_handshake_is_an_error_in_time(make, closing):
     listener = closing(socket.create_server(("127.0.0.1", 0)))
-    with within(1.4), pytest.raises(NodesFailed):
-        make(f"https://127.0.0.1:{listener.getsockname()[1]}").ask("POST", "/")
+    with within(1 + SLACK), pytest.raises(NodesFailed):
+        make(f"https://127.0.0.1:{listener.getsockname()[1]}", timeout=1).ask("POST", "/")

@@ -42,7 +42,7 @@ class TestEtcd:
         leader.kill()
         leader.start(empty=True)
         assert has_value(leader)
-        assert sum(node.is_leader() for node in nodes) == 1
+        wait_until(lambda: sum(node.is_leader() for node in nodes) == 1, "one leader")
 
     def test_clients_need_a_certificate_and_a_password(self, make_etcd):
         etcd = make_etcd(tls=Authority())
@@ -55,12 +55,12 @@ class TestEtcd:
         assert not etcd.answers()
 
 
-def names(node, **options):
+def names(node, timeout=20, **options):
     """Return what the root of ZooKeeper's tree has, as a client sees it."""
     pytest.importorskip("kazoo.client")
     client = node.client(**options)
     try:
-        client.start(timeout=3)
+        client.start(timeout)
         return set(client.get_children("/")) - {"zookeeper"}
     finally:
         client.stop()
@@ -69,7 +69,7 @@ def names(node, **options):
 
 def create(node, path):
     client = node.client()
-    client.start(timeout=5)
+    client.start(timeout=20)
     client.create(path)
     client.stop()
     client.close()
@@ -103,14 +103,14 @@ class TestZooKeeper:
         leader.kill()
         leader.start(empty=True)
         assert names(leader, hosts=leader.url) == {"key"}
-        assert sum(node.is_leader() for node in nodes) == 1
+        wait_until(lambda: sum(node.is_leader() for node in nodes) == 1, "one leader")
 
     def test_clients_need_a_certificate(self, make_zookeeper):
         zookeeper = make_zookeeper(tls=Authority())
         assert not names(zookeeper)
         zookeeper.tls = Authority()
         with pytest.raises(Exception, match="time-out"):
-            names(zookeeper)
+            names(zookeeper, timeout=3)
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_clients_need_a_password(self, make_zookeeper):
@@ -159,7 +159,7 @@ class TestConsul:
         leader.kill()
         leader.start(empty=True)
         wait_until(lambda: has_key(leader, "stale"), "its data")
-        assert sum(node.is_leader() for node in nodes) == 1
+        wait_until(lambda: sum(node.is_leader() for node in nodes) == 1, "one leader")
 
     def test_clients_need_a_certificate_and_a_token(self, make_consul):
         consul = make_consul(tls=Authority(), token="b1a2c3d4-0000-0000-0000-000000000000")

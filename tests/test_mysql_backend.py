@@ -22,14 +22,12 @@ from django.utils import timezone
 from django_fencedlock.backends import mysql as backend_module
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.mysql import MysqlBackend, several_writers
-from django_fencedlock.backends.session_locks import Session
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock
 from django_fencedlock.storage.connections import MAX_IDLE
 from tests.backends import MYSQL
-from tests.failing import raising
 from tests.scripts import python
 from tests.servers.process import wait_until
 from tests.test_backend_interface import BackendInterface, claim, grant, take
@@ -170,86 +168,6 @@ def shape(statements):
     """Return the first words of statements, with how often each was executed."""
     words = [re.sub(r"\s+", " ", text)[:19] for text in statements.elements()]
     return sorted(words)
-
-
-def take_all(backend, claims):
-    answer = backend.acquire_all(claims)
-    assert isinstance(answer, list), answer
-    return [grant(*each) for each in zip(claims, answer, strict=True)]
-
-
-def anew(claims):
-    """Return claims of the same locks by other owners."""
-    return [claim(each.name, fenced=each.fenced) for each in claims]
-
-
-@pytest.fixture
-def claims(name):
-    return [claim(f"{name}:{number}") for number in range(3)]
-
-
-class TestSets:
-    @pytest.mark.parametrize("fenced", [True, False])
-    def test_a_set_is_locked_and_unlocked_by_one_statement(
-        self, backend, peer, claims, fenced, monkeypatch
-    ):
-        claims = [each._replace(fenced=fenced) for each in claims]
-        backend.release_all(take_all(backend, anew(claims)))
-        sent = []
-        really = Session.one
-        monkeypatch.setattr(
-            Session, "one", lambda *given: (sent.append(given[1]), really(*given))[1]
-        )
-        taken = take_all(backend, claims)
-        assert backend.release_all(taken) == [True] * 3
-        assert [each.count("_LOCK(") for each in sent] == [6, 3]
-        assert [each.token for each in taken] == [2 if fenced else None] * 3
-        assert not peer.holders([each.name for each in claims])
-        assert not HeldLock.objects.using(ALIAS).filter(name=claims[0].name)
-
-    def test_a_refusal_names_the_holder_of_each_lock_and_changes_nothing(
-        self, backend, peer, claims
-    ):
-        peer.release_all(take_all(peer, claims))
-        taken = [take(peer, claim(each.name)) for each in (claims[0], claims[2])]
-        refused = backend.acquire_all(claims)
-        assert {name: held.owner for name, held in refused.items()} == {
-            each.name: each.owner for each in taken
-        }
-        assert not backend._holds
-        assert peer.release_all(taken) == [True] * 2
-        assert [each.token for each in take_all(peer, anew(claims))] == [3, 2, 3]
-
-    def test_the_rows_of_ended_sessions_refuse_no_set(self, backend, peer, claims):
-        taken = take_all(peer, claims)
-        end_sessions(peer)
-        wait_until(lambda: not backend.holders([each.name for each in claims]), "the end")
-        assert [each.token for each in take_all(backend, anew(claims))] == [2, 2, 2]
-        assert peer.release_all(taken) == [False] * 3
-
-    def test_a_name_that_is_live_elsewhere_refuses_the_set(self, backend, peer, claims):
-        taken = take(peer, claims[1])
-        row_of(taken.name).update(alias="other")
-        end_sessions(peer)
-        wait_until(lambda: not backend.holders([taken.name]), "the end of the session")
-        refused = backend.acquire_all(anew(claims))
-        assert {name: held.alias for name, held in refused.items()} == {taken.name: "other"}
-        assert not backend._holds
-        assert not backend.holders([each.name for each in claims])
-
-    def test_a_lock_of_this_process_refuses_the_set(self, backend, claims):
-        taken = take(backend, claims[1])
-        refused = backend.acquire_all(anew(claims))
-        assert {name: held.owner for name, held in refused.items()} == {taken.name: taken.owner}
-        assert [*backend._holds] == [taken.handle.key]
-
-    def test_a_failed_recording_leaves_nothing(self, backend, peer, claims, monkeypatch):
-        monkeypatch.setattr(backend._ledger, "claim_all", raising(OperationalError(2006, "gone")))
-        with pytest.raises(BackendUnavailable, match="gone"):
-            backend.acquire_all(claims)
-        assert not peer.holders([each.name for each in claims])
-        monkeypatch.undo()
-        assert take_all(backend, claims)
 
 
 class TestStatements:
@@ -408,7 +326,7 @@ class TestRenewals:
         assert backend.renew([other]) == [Renewal.KEPT]
 
     def test_a_locked_table_ends_no_session(self, server, make, name):
-        backend = make(TIMEOUT=1)
+        backend = make(TIMEOUT=3)
         taken = take(backend, claim(name))
         with server.connect(connections[ALIAS].settings_dict["NAME"]) as contender:
             cursor = contender.cursor()
@@ -437,14 +355,14 @@ class TestRenewals:
         def silence(session):
             return on(session, "SELECT @@session.wait_timeout")[0]
 
-        taken = take(backend, claim(name, ttl=1.2))
-        other = take(backend, claim(f"{name}:other", ttl=1.2))
+        taken = take(backend, claim(name, ttl=9.2))
+        other = take(backend, claim(f"{name}:other", ttl=9.2))
         session = taken.handle.session
-        assert silence(session) == 2
+        assert silence(session) == 10
         assert backend.renew([taken._replace(ttl=40)]) == [Renewal.KEPT]
         assert silence(session) == 40
-        assert backend.renew([taken._replace(ttl=1), other]) == [Renewal.KEPT] * 2
-        assert silence(session) == 2
+        assert backend.renew([taken._replace(ttl=8), other]) == [Renewal.KEPT] * 2
+        assert silence(session) == 10
         assert take(backend, claim(f"{name}:long", ttl=1e10))
 
 
@@ -637,18 +555,18 @@ class TestLosses:
 
     def test_a_server_that_hangs_is_reported_in_time(self, own_server, make, name):
         server, using = own_server
-        backend = make(using, TIMEOUT=1)
+        backend = make(using, TIMEOUT=3)
         taken = take(backend, claim(name))
         server.pause()
         began = time.monotonic()
-        with pytest.raises(BackendUnavailable, match="no answer within 1 s"):
+        with pytest.raises(BackendUnavailable, match="no answer within 3 s"):
             backend.acquire(claim(f"{name}:other"), Wait())
         assert backend.renew([taken]) == [Renewal.UNKNOWN]
         with pytest.raises(BackendUnavailable):
             backend.verify(taken)
         with pytest.raises(BackendUnavailable):
             backend.acquire(claim(f"{name}:third"), Wait(0.1))
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 30
         server.resume()
 
         def is_free(name):

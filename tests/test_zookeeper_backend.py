@@ -4,9 +4,6 @@ import contextlib
 import importlib.util
 import itertools
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 import uuid
 from functools import partial
@@ -25,9 +22,10 @@ from django_fencedlock.conf import AliasConfig
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.test.processes import wait_until
 from tests.backends import ZOOKEEPER
-from tests.scripts import environment, run_python
+from tests.scripts import run_python
 from tests.servers import Authority
 from tests.servers.process import free_port
+from tests.services import ServiceAcceptance, on_postgres
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 from tests.threads import at_once, beside
 
@@ -331,12 +329,12 @@ def test_a_child_process_ends_nothing_of_its_parent(shared_zookeeper):
         from django_fencedlock.backends.interface import Held, Wait
         from django_fencedlock.backends.zookeeper import ZooKeeperBackend
         backend = ZooKeeperBackend(config_of(sys.argv[1], prefix="fork"))
-        taken = take(backend, claim("parent", ttl=4))
+        taken = take(backend, claim("parent", ttl=9))
         child = os.fork()
         if not child:
             backend.after_fork()
-            own = take(backend, claim("child", ttl=4))
-            assert isinstance(backend.acquire(claim("parent", ttl=4), Wait()), Held)
+            own = take(backend, claim("child", ttl=9))
+            assert isinstance(backend.acquire(claim("parent", ttl=9), Wait()), Held)
             assert backend.release(own)
             sys.exit()
         assert os.waitpid(child, 0)[1] == 0
@@ -398,18 +396,18 @@ def test_a_waiter_outlives_a_broken_connection(proxied):
 @pytest.mark.parametrize("way", ["black_hole", "drop_replies"])
 def test_a_request_without_an_answer_fails_in_time(proxied, make, way):
     _, _, proxy = proxied
-    backend = make(f"{proxy.host}:{proxy.port}", TIMEOUT=1)
-    taken = take(backend, claim("x", ttl=5))
+    backend = make(f"{proxy.host}:{proxy.port}", TIMEOUT=3)
+    taken = take(backend, claim("x", ttl=30))
     getattr(proxy, way)()
     for ask in (
         lambda: backend.renew([taken]),
-        lambda: backend.acquire(claim("y", ttl=5), Wait()),
+        lambda: backend.acquire(claim("y", ttl=30), Wait()),
         lambda: backend.holders(["x"]),
     ):
         began = time.monotonic()
-        with pytest.raises(BackendUnavailable, match="no answer within 1 s"):
+        with pytest.raises(BackendUnavailable, match="no answer within 3 s"):
             ask()
-        assert time.monotonic() - began < 2 * 1 + SLACK
+        assert time.monotonic() - began < 2 * 3 + SLACK
     proxy.pass_through()
 
 
@@ -428,7 +426,7 @@ def test_a_session_ends_when_its_connection_stays_broken(proxied):
 def test_a_server_that_accepts_and_does_not_answer_is_left_soon(proxied, make, shared_zookeeper):
     # So does a server that starts. kazoo would wait for it until the session is over.
     _, _, proxy = proxied
-    backend = make(f"{proxy.host}:{proxy.port}", TIMEOUT=1)
+    backend = make(f"{proxy.host}:{proxy.port}", TIMEOUT=3)
     taken = take(backend, claim("x", ttl=30))
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         proxy.retarget(*deaf.getsockname())
@@ -444,12 +442,13 @@ def is_kept(backend, taken):
 
 
 def test_servers_that_do_not_answer_are_named(make):
-    backend = make("127.0.0.1:1,127.0.0.1:2", TIMEOUT=1)
+    backend = make("127.0.0.1:1,127.0.0.1:2", TIMEOUT=4)
     began = time.monotonic()
     for answer in at_once([partial(caught, backend)] * 4):
-        assert "no answer within 1 s" in answer
+        assert "no answer within 4 s" in answer
         assert "Connection refused" in answer
-    assert time.monotonic() - began < 3
+    # One after the other, they would take 16 s.
+    assert time.monotonic() - began < 4 + SLACK
     assert {each.id for each in backend.check()} == {"W052", "E013"}
     assert not backend._open
 
@@ -496,7 +495,7 @@ def test_tls_checks_the_servers_certificate(make_zookeeper, make):
     backend = make(server.url, CA=str(authority.certificate), **identity)
     trials(backend)
     assert [each for each in backend.check() if each.id.startswith("E")] == []
-    wrong = make(server.url, CA=str(Authority().certificate), TIMEOUT=1, **identity)
+    wrong = make(server.url, CA=str(Authority().certificate), TIMEOUT=5, **identity)
     assert "CERTIFICATE_VERIFY_FAILED" in caught(wrong)
     assert "no answer within 1 s" in caught(make(server.url, TIMEOUT=1))
 
@@ -506,14 +505,14 @@ def test_tls_checks_the_servers_certificate(make_zookeeper, make):
 
 def test_too_many_connections_of_one_address_are_a_problem(make_zookeeper, make):
     server = make_zookeeper("maxClientCnxns=5")
-    backends = [make(server.hosts, TIMEOUT=1) for _ in range(5)]
+    backends = [make(server.hosts, TIMEOUT=5) for _ in range(5)]
     for each in backends[:4]:
         trials(each)
     (problem,) = [each for each in backends[0].check() if each.id]
     assert problem.id == "W052"
     assert "has 5 connections from 127.0.0.1, and allows 5" in problem.message
     trials(backends[4])
-    answer = caught(make(server.hosts, TIMEOUT=1))
+    answer = caught(make(server.hosts, TIMEOUT=5))
     assert "no quorum, or this host maxClientCnxns (60) connections" in answer
 
 
@@ -531,8 +530,9 @@ def test_words_that_are_not_allowed_are_a_note(make_zookeeper, make):
 def test_without_a_quorum_nothing_is_confirmed(make_zookeeper_cluster, make):
     nodes = make_zookeeper_cluster()
     (near,) = [each for each in nodes if not each.is_leader()][:1]
-    backend = make(near.url, TIMEOUT=2)
+    backend = make(near.url, TIMEOUT=SLACK)
     taken, (session,) = take(backend, claim("x", ttl=5)), backend._open
+    session._timeout = 2
     others = [each for each in nodes if each is not near]
     for each in others:
         each.pause()
@@ -550,94 +550,16 @@ def test_without_a_quorum_nothing_is_confirmed(make_zookeeper_cluster, make):
 @pytest.mark.slow
 def test_a_lost_quorum_is_reported(make_zookeeper_cluster, make):
     nodes = make_zookeeper_cluster()
-    backend = make(nodes[0].hosts, TIMEOUT=2)
+    backend = make(nodes[0].hosts, TIMEOUT=5)
     trials(backend)
     for each in nodes[1:]:
         each.kill()
     wait_until(lambda: "not currently serving" in nodes[0].ask("srvr"), "the loss of the quorum")
-    assert "no answer within 2 s" in caught(backend)
+    assert "no answer within 5 s" in caught(backend)
     assert "the server has no quorum" in caught(make(nodes[0].url, TIMEOUT=2))
     found = [each for each in backend.check() if each.id]
     assert [each.id for each in found] == ["W052", "W052", "W052", "E013"]
     assert any("not currently serving requests" in each.message for each in found)
-
-
-# Many processes
-
-WORKER = """
-    import contextlib, os, sys, time
-    import django
-    django.setup()
-    from django_fencedlock.backends.interface import Grant, Granted, Wait
-    from django_fencedlock.backends.zookeeper import ZooKeeperBackend
-    from django_fencedlock.exceptions import BackendUnavailable
-    from tests.test_zookeeper_backend import claim, config_of, grant
-    hosts, path, count = sys.argv[1:]
-    backend = ZooKeeperBackend(config_of(hosts, prefix="load", TIMEOUT=3))
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-
-    def note(word, token):
-        os.write(log, f"{word} {token} {time.monotonic()}\\n".encode())
-
-    def release(taken):
-        # As the core does, for a minute.
-        while True:
-            with contextlib.suppress(BackendUnavailable):
-                return backend.release(taken)
-
-    done = 0
-    while done < int(count):
-        sent = claim("load", ttl=5)
-        try:
-            answer = backend.acquire(sent, Wait(30))
-        except BackendUnavailable:
-            release(Grant("load", sent.owner))
-            continue
-        assert isinstance(answer, Granted), answer
-        note("in", answer.token)
-        note("out", answer.token)
-        release(grant(sent, answer))
-        done += 1
-"""
-
-
-def run_workers(hosts, path, processes, count, meanwhile=lambda: None):
-    """Let processes acquire one lock in turns, and return when each grant began."""
-    command = [sys.executable, "-c", textwrap.dedent(WORKER), hosts, str(path), str(count)]
-    variables = environment(DJANGO_SETTINGS_MODULE="tests.settings")
-    workers = [subprocess.Popen(command, env=variables) for _ in range(processes)]
-    try:
-        meanwhile()
-        assert [each.wait(90) for each in workers] == [0] * processes
-    finally:
-        for each in workers:
-            each.kill()
-            each.wait()
-    steps = [line.split() for line in path.read_text().splitlines()]
-    assert [step[0] for step in steps] == ["in", "out"] * (processes * count)
-    tokens = [int(step[1]) for step in steps]
-    assert tokens[::2] == tokens[1::2] == sorted(set(tokens))
-    return [float(step[2]) for step in steps[::2]]
-
-
-@pytest.mark.slow
-def test_one_process_at_a_time_holds_a_lock_and_tokens_rise(make_zookeeper, tmp_path):
-    run_workers(make_zookeeper().hosts, tmp_path / "log", 8, 200)
-
-
-@pytest.mark.slow
-def test_a_leader_that_is_killed_breaks_nothing(make_zookeeper_cluster, tmp_path):
-    nodes, log = make_zookeeper_cluster(), tmp_path / "log"
-
-    def kill_leader():
-        wait_until(lambda: log.exists() and log.stat().st_size > 20_000, "some grants", 60)
-        (leader,) = [each for each in nodes if each.is_leader()]
-        leader.kill()
-
-    moments = run_workers(nodes[0].hosts, log, 4, 400, kill_leader)
-    print(
-        "the longest pause between two grants:", max(b - a for a, b in itertools.pairwise(moments))
-    )
 
 
 @pytest.mark.slow
@@ -654,7 +576,7 @@ def test_leases_are_renewed_from_another_thread_under_gevent(shared_zookeeper):
         from tests.test_zookeeper_backend import claim, config_of, take
         config = config_of(sys.argv[1], prefix="gevent")
         backend, other = ZooKeeperBackend(config), ZooKeeperBackend(config)
-        taken = [take(backend, claim(f"x{count}", ttl=2)) for count in range(500)]
+        taken = [take(backend, claim(f"x{count}", ttl=10)) for count in range(500)]
         seen = []
 
         def keep():
@@ -663,35 +585,15 @@ def test_leases_are_renewed_from_another_thread_under_gevent(shared_zookeeper):
                 runtime.original("time", "sleep")(0.5)
 
         runtime.start(keep)
-        waiting = gevent.spawn(other.acquire, claim("x0", ttl=2), Wait(20))
-        gevent.sleep(4)
+        waiting = gevent.spawn(other.acquire, claim("x0", ttl=10), Wait(60))
+        until = time.monotonic() + 40
+        while len(seen) < 6 and time.monotonic() < until:
+            gevent.sleep(0.1)
         print(seen == [{"KEPT"}] * 6, waiting.ready(), backend.release(taken[0]))
-        print(isinstance(waiting.get(timeout=5), Granted))
+        print(isinstance(waiting.get(timeout=20), Granted))
     """
     told = run_python(shared_zookeeper.hosts, code=code, DJANGO_SETTINGS_MODULE="tests.settings")
     assert told.stdout.split() == ["True", "False", "True", "True"], told.stderr
-
-
-@pytest.mark.slow
-def test_a_network_that_loses_and_delays_answers_breaks_nothing(
-    shared_zookeeper, make_proxy, tmp_path
-):
-    proxy = make_proxy(shared_zookeeper.host, shared_zookeeper.port)
-    log = tmp_path / "log"
-
-    def disturb():
-        wait_until(log.exists, "a grant", 60)
-        for number in range(12):
-            proxy.delay(to_client=0.02 * (number % 3))
-            proxy.cut_after(to_client=500 * number + 1)
-            time.sleep(0.2)
-            if number % 4 == 3:
-                proxy.drop_replies()
-                time.sleep(0.3)
-                proxy.pass_through()
-        proxy.delay()
-
-    run_workers(f"{proxy.host}:{proxy.port}/lossy", log, 4, 100, disturb)
 
 
 def test_a_wrong_mechanism_is_a_problem(monkeypatch):
@@ -710,3 +612,25 @@ def test_without_a_server_each_reason_is_logged_once(closing, caplog):
             closing(ZooKeeperBackend(config)).holders(["x"])
     reasons = [each.getMessage() for each in caplog.records if "refused" in each.getMessage()]
     assert len(reasons) <= 1
+
+
+@on_postgres
+class TestAcceptance(ServiceAcceptance):
+    backend = ZOOKEEPER
+    # Its client's pings are sent by the hub of greenlets.
+    keeps_beside_greenlet = False
+
+    def location(self, *addresses):
+        return ",".join(f"{each.host}:{each.port}" for each in addresses)
+
+    @pytest.fixture
+    def servers(self, shared_zookeeper):
+        return [shared_zookeeper]
+
+    @pytest.fixture
+    def cluster(self, make_zookeeper_cluster):
+        return make_zookeeper_cluster()
+
+    @pytest.fixture
+    def single(self, make_zookeeper):
+        return make_zookeeper("maxSessionTimeout=60000")

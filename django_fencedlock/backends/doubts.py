@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from ..core.runtime import clock
 LATE = 60.0
 #: Owners that are released again for so long, and the seconds that one beat takes for them.
 MOST, TIDYING = 1000, 0.5
+#: Seconds between two looks whether a release has ended.
+PAUSE = 0.01
 
 
 class Doubts:
@@ -28,10 +31,15 @@ class Doubts:
         self.repeated: set[str] = set()
         #: By owner id: former owners to be released again, with the name, and until when.
         self.late: dict[str, tuple[str, float]] = {}
+        #: Those that are released at this moment.
+        self.leaving: set[str] = set()
 
     def begin(self, owner: str) -> None:
         """Note an owner before its first request is sent."""
         self.owners.setdefault(owner)
+        # In this order: tidy() looks for the owner once it has noted that it releases it.
+        while owner in self.leaving:
+            time.sleep(PAUSE)
         if owner in self.late:
             # The core repeats a claim. A copy of the first request may still arrive.
             self.repeated.add(owner)
@@ -57,14 +65,26 @@ class Doubts:
         for owner, (name, until) in list(self.late.items()):
             if clock() > end:
                 return
-            # Its claim may have been tried again.
-            if owner not in self.owners:
-                is_over = False
-                try:
-                    leave(name, owner)
-                    is_over = clock() >= until
-                finally:
-                    # The last one of the next beat, also if it fails: others may be possible.
-                    self.late.pop(owner, None)
-                    if not is_over:
-                        self.late[owner] = name, until
+            if owner in self.leaving:
+                # Another thread releases it.
+                continue
+            self.leaving.add(owner)
+            try:
+                # Its claim may have been tried again.
+                if owner not in self.owners:
+                    self._leave(owner, name, until, leave)
+            finally:
+                self.leaving.discard(owner)
+
+    def _leave(
+        self, owner: str, name: str, until: float, leave: Callable[[str, str], object]
+    ) -> None:
+        is_over = False
+        try:
+            leave(name, owner)
+            is_over = clock() >= until
+        finally:
+            # The last one of the next beat, also if it fails: others may be possible.
+            self.late.pop(owner, None)
+            if not is_over:
+                self.late[owner] = name, until

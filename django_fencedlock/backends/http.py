@@ -7,11 +7,11 @@ import http.client
 import json
 import re
 import select
+import socket
 import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 from ..conf import AliasConfig
@@ -101,16 +101,19 @@ class HttpNodes:
                     return Answer(status, _parsed(text), headers, is_repeated)
                 # Not if there were too many requests: that one wasn't carried out.
                 is_repeated |= status != 429
-                failure: Exception = OSError(f"status {status}, {_shortened(text)}")
+                what = f"status {status}, {_shortened(text)}"
+                failed: tuple[Exception, Node] = OSError(what), node
             except Errors as exc:
-                failure = exc
+                # The last try may have time for a timeout only: an earlier reason says more.
+                if not (tries and isinstance(exc, TimeoutError)):
+                    failed = exc, node
             tries += 1
             if self._nodes[0] is node:
                 self._nodes.rotate(-1)
             if tries >= len(self._nodes):
                 time.sleep(max(0.0, min(PAUSES[0] * tries, PAUSES[1], end - clock())))
             if clock() >= end:
-                raise NodesFailed(f"{node}: {_describe(failure, node)}") from failure
+                raise NodesFailed(f"{failed[1]}: {_describe(*failed)}") from failed[0]
 
     def _connect(self, node: Node, until: float) -> http.client.HTTPConnection:
         idle = self._idle.get()
@@ -123,12 +126,18 @@ class HttpNodes:
         return self._open(node, _left(until))
 
     def _open(self, node: Node, limit: float) -> http.client.HTTPConnection:
-        make: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
-        if node.tls:
-            make = partial(http.client.HTTPSConnection, context=self._tls)
-        connection = make(node.host, node.port, timeout=limit)
-        connection.connect()
-        return connection
+        sock = _connect(node, limit)
+        try:
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_hostname=node.host)
+            connection = http.client.HTTPConnection(node.host, node.port)
+            connection.sock = sock
+            # It would connect again by itself, without TLS.
+            connection.auto_open = 0
+            return connection
+        except BaseException:
+            sock.close()
+            raise
 
     def _keep(self, connection: http.client.HTTPConnection) -> None:
         idle = self._idle.get()
@@ -180,6 +189,23 @@ class HttpNodes:
             if self._nodes[0] is node:
                 self._nodes.rotate(-1)
             time.sleep(PAUSES[0])
+
+
+def _connect(node: Node, limit: float) -> socket.socket:
+    """Connect to one of a node's addresses. The driver would give each of them the whole limit."""
+    end, failure = clock() + limit, OSError("its name has no address")
+    addresses = socket.getaddrinfo(node.host, node.port, type=socket.SOCK_STREAM)
+    for place, (*_, address) in enumerate(addresses):
+        try:
+            share = _left(end) / (len(addresses) - place)
+            sock = socket.create_connection((str(address[0]), int(address[1])), share)
+        except OSError as exc:
+            failure = exc
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(_left(end))
+            return sock
+    raise failure
 
 
 def _left(until: float) -> float:

@@ -7,7 +7,7 @@ import hashlib
 import math
 import re
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -40,8 +40,7 @@ INTERRUPTED = 1317
 # holds the lock: a proxy may send each statement to another session.
 TRY = "SELECT GET_LOCK(%s, %s), IS_USED_LOCK(%s), CONNECTION_ID()"
 RELEASE = "DO RELEASE_LOCK(%s)"
-RELEASED = f"RELEASE_LOCK(%s), {IS_FORCED.format(owner='%s')}"
-UNLOCK = f"SELECT {RELEASED}"
+UNLOCK = f"SELECT RELEASE_LOCK(%s), {IS_FORCED.format(owner='%s')}"
 VERIFY = f"""SELECT IS_USED_LOCK(%s) = CONNECTION_ID() AND NOT {IS_FORCED.format(owner="%s")}
 AND (NOT %s OR EXISTS (SELECT 1 FROM {HELD} h WHERE h.name = %s AND h.owner = %s))"""
 #: The session of an owner's row, the session that holds the key, and the owner's process.
@@ -176,111 +175,6 @@ class MysqlBackend(SessionBackend):
             session.do(RELEASE, hold.key)
             raise
 
-    # Sets
-
-    def acquire_all(self, claims: Sequence[Claim]) -> list[Granted] | dict[str, Held]:
-        keys = [self._key(claim.name) for claim in claims]
-        if len(claims) > 1 and len({claim[2:] for claim in claims}) == 1:
-            work = partial(self._claim_all, claims=claims, keys=keys)
-            if (answer := self._on_shared(claims[0], work)) is not None:
-                return answer
-        return super().acquire_all(claims)
-
-    def _claim_all(
-        self, session: Session, claims: Sequence[Claim], keys: Sequence[str]
-    ) -> list[Granted] | dict[str, Held] | None:
-        """Take all locks or none; None if they have to be claimed one by one."""
-        if any(key in self._holds for key in keys):
-            return None
-        since, asked = clock(), ", ".join(["GET_LOCK(%s, 0), IS_USED_LOCK(%s)"] * len(keys))
-        twice = [key for key in keys for _ in range(2)]
-        answer: list[Granted] | dict[str, Held] | None = None
-        try:
-            _limit_silence(session, max(claims[0].ttl, session.silence))
-            *found, connected = session.one(f"SELECT {asked}, CONNECTION_ID()", *twice)
-            users = found[1::2]
-            if any(free != 1 for free in found[::2]):
-                rows = self._ledger.look_at(session.connection, [claim.name for claim in claims])
-                answer = {
-                    claim.name: describe(rows.get(claim.name), user) if user else Held()
-                    for claim, free, user in zip(claims, found[::2], users, strict=True)
-                    if free != 1
-                }
-            elif {connected, *users} != {session.id}:
-                raise OperationalError("a proxy sends its statements to several sessions")
-            elif (tokens := self._record_all(session, claims)) is not None:
-                answer = [
-                    self._add(
-                        hold := Hold(claim, key, session, claim.ttl), Granted(token, since, hold)
-                    )
-                    for claim, key, token in zip(claims, keys, tokens, strict=True)
-                ]
-        except Error as exc:
-            if session.closed or not self._is_refusal(exc):
-                raise
-            answer = {claim.name: Held() for claim in claims}
-        finally:
-            if not isinstance(answer, list) and not session.closed:
-                session.do(_release_each(keys), *keys)
-        return answer
-
-    def _record_all(self, session: Session, claims: Sequence[Claim]) -> list[int | None] | None:
-        """Record the grants; None if the row of another owner is in the way."""
-        if not claims[0].fenced:
-            return [None] * len(claims)
-        entries = [entry_of(claim, self.config.alias, self.label) for claim in claims]
-        for entry in entries:
-            entry.session_pid = session.id
-        return self._ledger.claim_all(session.connection, entries)
-
-    def release_all(self, grants: Sequence[Grant]) -> list[bool]:
-        holds = [self._hold_of(grant) for grant in grants]
-        batches: defaultdict[Session, list[Hold]] = defaultdict(list)
-        for hold in dict.fromkeys(holds):
-            if hold is not None:
-                batches[hold.session].append(hold)
-        jobs = [
-            (session, session.submit(partial(self._unlock_all, session, batch)))
-            for session, batch in batches.items()
-        ]
-        released: set[Hold] = set()
-        with self._errors("release locks", None):
-            for session, job in jobs:
-                try:
-                    released |= job.answer(self._timeout)
-                except Error:
-                    if not session.closed:
-                        raise
-        return [
-            # A grant that is there twice is released once.
-            hold in released and hold not in holds[:place]
-            for place, hold in enumerate(holds)
-        ]
-
-    def _unlock_all(self, session: Session, holds: Sequence[Hold]) -> set[Hold]:
-        """Release locks of one session; return those that it held until now."""
-        holds = [hold for hold in holds if self._remove(hold)]
-        keys, claims = [hold.key for hold in holds], [hold.claim for hold in holds]
-        if not holds:
-            return set()
-        try:
-            fenced = [claim for claim in claims if claim.fenced]
-            try:
-                self._ledger.clear(session.connection, fenced)
-            except Error as exc:
-                # The next holders clear the rows that are locked.
-                if not self._is_refusal(exc):
-                    raise
-            given = [each for hold in holds for each in (hold.key, hold.claim.owner)]
-            found = session.one(f"SELECT {', '.join([RELEASED] * len(holds))}", *given)
-            answers = zip(holds, found[::2], found[1::2], strict=True)
-            return {hold for hold, free, was_forced in answers if free == 1 and not was_forced}
-        except BaseException:
-            session.do(_release_each(keys), *keys)
-            raise
-        finally:
-            self._put_back(session)
-
     # Called by any thread
 
     def _cancel(self, session: Session) -> None:
@@ -363,10 +257,6 @@ def several_writers(facts: Mapping[str, str]) -> str | None:
     if is_in_group and facts.get("group_replication_single_primary_mode") == "OFF":
         return "is in Group Replication with several primaries"
     return None
-
-
-def _release_each(keys: Sequence[str]) -> str:
-    return f"DO {', '.join(['RELEASE_LOCK(%s)'] * len(keys))}"
 
 
 def _facts(used: BaseDatabaseWrapper) -> dict[str, str]:

@@ -222,18 +222,24 @@ class QueuedBackend(Backend):
 
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
         batches: dict[Session, dict[str, str]] = {}
+        numbers: dict[str, int] = {}
         for grant, entry in [(each, each.handle) for each in grants if each.handle]:
             if grant.ttl > entry.session.ttl:
                 what = f"Lock {grant.name!r} has a session of {entry.session.ttl:g} s, which can't "
                 what += f"be extended to {grant.ttl:g} s. Acquire it with that ttl."
                 raise ValueError(what)
             batches.setdefault(entry.session, {})[grant.owner] = grant.name
+            numbers[grant.owner] = entry.number
         answers: dict[str, Renewal] = {}
         failures: list[BackendUnavailable] = []
         for session, names in batches.items():
             try:
                 with self._asking("renew locks"):
-                    found = self._beat(session, names) or {}
+                    found = dict(self._beat(session, names) or {})
+                    # A late copy may have made an entry again, after a forced release.
+                    for owner in self._doubts.repeated & found.keys() & names.keys():
+                        if self.look(names[owner], owner, numbers[owner]) is None:
+                            del found[owner]
                 answers |= dict.fromkeys(found, Renewal.KEPT)
             except BackendUnavailable as exc:
                 # With ZooKeeper, the others have connections of their own.

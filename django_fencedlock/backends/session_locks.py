@@ -225,20 +225,16 @@ class SessionBackend(Backend):
         return answer
 
     def _try(self, claim: Claim, key: str) -> Granted | Held:
-        # Without the thread first: many may ask for a lock that this process holds.
-        if hold := self._holds.get(key):
-            return hold.answer(claim)
-        return self._on_shared(claim, partial(self._try_on_session, claim=claim, key=key))
-
-    def _on_shared(self, claim: Claim, work: Callable[[Session], T]) -> T:
-        """Run `work` on the shared session of a claim's ttl."""
         while True:
+            # Without the thread first: many may ask for a lock that this process holds.
+            if hold := self._holds.get(key):
+                return hold.answer(claim)
             session = self._session(claim.ttl)
             was_open = bool(session.id)
             try:
                 with self._errors("acquire", claim.name):
-                    job: Job[T] = session.submit(partial(work, session), self._undo)
-                    return job.answer(self._timeout)
+                    work = partial(self._try_on_session, session, claim, key)
+                    return session.submit(work, self._undo).answer(self._timeout)
             except BackendUnavailable as exc:
                 if isinstance(exc.__cause__, NoAnswer):
                     self._retire(session)
@@ -261,11 +257,10 @@ class SessionBackend(Backend):
         hold = self._holds.get(key)
         return hold.answer(claim) if hold else self._claim(session, claim, key, 0)
 
-    def _undo(self, answer: Any) -> None:
-        """Release the grants of one lock, or of a set, whose caller has left."""
-        for granted in answer if isinstance(answer, list) else [answer]:
-            if isinstance(granted, Granted):
-                self._release(granted.handle)
+    def _undo(self, answer: Granted | Held) -> None:
+        """Release a grant whose caller has left."""
+        if isinstance(answer, Granted):
+            self._release(answer.handle)
 
     def _session(self, ttl: float) -> Session:
         """Return the shared session of a ttl."""

@@ -2,7 +2,7 @@
 
 # It hooks into every worker.
 from . import worker as _worker  # noqa: F401
-from .decorator import lock_name, single_instance
+from .decorator import lock_name, lock_names, single_instance
 from .policy import SkippedRun
 
-__all__ = ["SkippedRun", "lock_name", "single_instance"]
+__all__ = ["SkippedRun", "lock_name", "lock_names", "single_instance"]

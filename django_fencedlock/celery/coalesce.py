@@ -123,8 +123,7 @@ class Coalescing:
 
     def released(self) -> None:
         """Publish messages for the triggers that were counted before the release."""
-        lease = self._call.lease
-        if lease is not None and lease.put_off:
+        if any(lease.put_off for lease in self._call.leases):
             when_all_ended(open_connections(), self._serve)
         else:
             self._serve()

@@ -28,7 +28,8 @@ from .policy import (
 from .run import wrap
 
 F = TypeVar("F", bound=Callable[..., Any])
-Name = str | type[Model] | Callable[[Any, dict[str, Any]], str] | None
+Names = list[str] | tuple[str, ...]
+Name = str | Names | type[Model] | Callable[[Any, dict[str, Any]], str | Names] | None
 
 
 def lock_name(task: Any, *args: Any, **kwargs: Any) -> str:
@@ -38,6 +39,27 @@ def lock_name(task: Any, *args: Any, **kwargs: Any) -> str:
     ``with lock(lock_name(charge, 42)):`` keeps the task from running meanwhile. For a task with
     ``limit=5``, ``lock(name, limit=5)`` acquires one of its permits.
     """
+    name = _named(task, args, kwargs)
+    if not isinstance(name, str):
+        raise TypeError(
+            f"A call of {task.name} has a set of locks, not one. Write `lock_names()`, such as in "
+            "`with lock_all(*lock_names(task, ...)):`."
+        )
+    return name
+
+
+def lock_names(task: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+    """
+    Return the names of the locks of a call of `task` with these arguments, sorted.
+
+    ``with lock_all(*lock_names(transfer, 1, 2)):`` keeps the task from running meanwhile. Works for
+    tasks with one lock, too.
+    """
+    name = _named(task, args, kwargs)
+    return (name,) if isinstance(name, str) else name
+
+
+def _named(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | tuple[str, ...]:
     single = single_of(task)
     if single is None:
         raise TypeError(
@@ -75,9 +97,11 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
     Run a Celery task once at a time for each lock name. Put it below ``@shared_task``.
 
     Args:
-        name: A template over the task's parameters, ``"invoice:{invoice_id}"``; a fenced model or
-            its label, ``single_instance(Invoice, pk="{invoice_id}")``; or a callable
-            ``(task, arguments) -> name``. Without one, the task's name and its arguments.
+        name: A template over the task's parameters, ``"invoice:{invoice_id}"``; a list of them,
+            ``["account:{source}", "account:{target}"]``, to run under all of these locks; a fenced
+            model or its label, ``single_instance(Invoice, pk="{invoice_id}")``; or a callable
+            ``(task, arguments) -> name``, or a list of names. Without one, the task's name and its
+            arguments.
         backend: The alias in ``FENCEDLOCK``; for a model, the one that its fencing names.
         ttl: How long the lock lasts unless it is renewed, which happens by itself.
         fenced: False for a lock that only saves work: no token, and no record in the database.

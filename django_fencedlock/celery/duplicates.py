@@ -12,7 +12,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -23,7 +23,6 @@ from celery.states import READY_STATES
 
 from ..backends.interface import Held
 from ..core.identity import Holder, shorten_task_id
-from ..core.permits import names_of
 from ..exceptions import BackendUnavailable, SettingsError
 from ..storage.message_records import Begun, Message, MessageRecords
 from .names import Call, single_of
@@ -38,15 +37,15 @@ T = TypeVar("T")
 #: choose it.
 DELIVERY = "fencedlock_delivery"
 CONFLICTS = "fencedlock_conflicts"
-#: The owner id of the run that published the message as its own continuation: a retry, a
-#: replacement, a step of a workflow. Until that run has ended, its lock is no conflict.
+#: The owner ids of the run that published the message as its own continuation: a retry, a
+#: replacement, a step of a workflow. Until that run has ended, its locks are no conflict.
 FOLLOWS = "fencedlock_follows"
 #: How often the message was postponed because that run still held the lock.
 POSTPONED = "fencedlock_postponed"
 #: On a message that a pending run needs, and on a retry of such a run; each with its number.
 SERVE, NUMBER = "fencedlock_serve", "fencedlock_number"
 
-#: The attribute of Celery's request that has the owner id of its run.
+#: The attribute of Celery's request that has the owner ids of its run, one for each lock.
 RUN = "fencedlock_run"
 #: What Celery shows of a message's arguments, in logs and events.
 REPRS = ("argsrepr", "kwargsrepr")
@@ -73,35 +72,40 @@ class Delivery:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._began = False
-        self.message = Message(
+        self._records = MessageRecords(call.service.config)
+
+    @property
+    def message(self) -> Message:
+        """The message; of a set of locks, with the first name, and the owner of its lease."""
+        call = self._call
+        return Message(
             nonce=nonce(call.request, call.title),
-            name=call.name,
+            name=call.names[0],
             owner=call.owner.id,
             task_id=call.request.id or "",
             kept=kept(call.task.app),
         )
-        self._records = MessageRecords(call.service.config)
 
-    def conflict(self, holder: Holder) -> Skip | None:
+    def conflict(self, holders: Sequence[Holder]) -> Skip | None:
         """
-        Come later if another delivery of the same message has the lock.
+        Come later if another delivery of the same message has the locks.
 
         That delivery does the work; if it dies, the copy does. Raise `HolderGone` if it isn't known
         whether it was, and the holder has gone meanwhile.
         """
-        deadline = time.monotonic() + UNDECIDED
+        deadline, task_id = time.monotonic() + UNDECIDED, shorten_task_id(self.message.task_id)
+        maybe_the_same = {h.owner_id for h in holders if f"[{task_id}]" in h.description}
         while True:
             begun = self._ask(self._records.newest)
             if begun is not None and begun.outcome:
                 return self.judge(begun)
-            may_be_the_same = f"[{shorten_task_id(self.message.task_id)}]" in holder.description
-            if begun is not None and (may_be_the_same or self._runs(begun, holder)):
+            if begun and (maybe_the_same or self._runs(begun, holders)):
                 self._come_later("runs")
-            if begun is not None or not may_be_the_same or time.monotonic() >= deadline:
+            if begun is not None or not maybe_the_same or time.monotonic() >= deadline:
                 return None
             # It has the lock but no record yet; or it is the run that this one retries.
             time.sleep(random.uniform(0.02, 0.1))
-            if not self._holds(holder.owner_id):
+            if not maybe_the_same <= owners(self._call):
                 raise HolderGone
 
     def begin(self) -> Skip | None:
@@ -122,17 +126,12 @@ class Delivery:
             self._come_later("has just begun")
         return None if begun is None else self.judge(begun)
 
-    def _runs(self, begun: Begun, holder: Holder | None = None) -> bool:
-        """Return whether an earlier delivery has the lock, or one of its permits."""
-        if holder is not None and begun.owner == holder.owner_id:
+    def _runs(self, begun: Begun, holders: Sequence[Holder] = ()) -> bool:
+        """Return whether an earlier delivery has the locks, or one of the permits."""
+        if begun.owner in {holder.owner_id for holder in holders}:
             return True
         is_other = not begun.outcome and begun.owner != self.message.owner
-        return self._call.permits is not None and is_other and self._holds(begun.owner)
-
-    def _holds(self, owner: str) -> bool:
-        """Ask the service whether an owner has the lock, or one of its permits."""
-        found = self._call.service.grants.look_up(names_of(self._call.claim()))
-        return any(held.owner == owner for held in found.values())
+        return self._call.permits is not None and is_other and begun.owner in owners(self._call)
 
     def judge(self, begun: Begun) -> Skip | None:
         """Return why a message with the record `begun` isn't run; None if it is."""
@@ -233,6 +232,12 @@ def kept(app: Any) -> float:
     return max(KEPT, 2.0 * timeout)
 
 
+def owners(call: Call) -> set[str]:
+    """Ask the service which owners have the call's locks now, as far as it knows them."""
+    found = call.service.grants.look_up(call.all_names()).values()
+    return {held.owner for held in found if held.owner}
+
+
 def postpone_until_publisher_ends(call: Call, held: Held) -> None:
     """
     Postpone the message if the run that published it still holds the lock.
@@ -245,12 +250,10 @@ def postpone_until_publisher_ends(call: Call, held: Held) -> None:
     publisher = (call.request.headers or {}).get(FOLLOWS)
     if not publisher:
         return
-    owner = held.owner
-    if not owner and (holder := call.service.holder(call.name)):
-        owner = holder.owner_id
+    found = {held.owner} if held.owner else owners(call)
     # Without a known holder, it may have been the publisher. A publisher that has released the
     # lock never holds it again, so another holder is an ordinary conflict.
-    if owner not in ("", publisher):
+    if found and found.isdisjoint(publisher.split()):
         return
     times = max(0, number(call.request, POSTPONED))
     pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(times, 16))
@@ -333,7 +336,7 @@ def _identify(sender: str = "", headers: Any = None, body: Any = None, **kwargs:
 
 
 def _followed_run(name: str, headers: Any, body: Any) -> str:
-    """Return the owner id of the run that a message continues, if any."""
+    """Return the owner ids of the run that a message continues, if any."""
     task: Any = _state.get_current_worker_task()
     owner = "" if task is None else getattr(task.request, RUN, "")
     if not owner:

@@ -30,6 +30,7 @@ from ..core.manager import give_back_left_over
 from ..core.runtime import clock
 from ..exceptions import SettingsError
 from ..lease import Lease
+from ..lock_sets import LeaseSet
 from ..storage.connections import is_of_test
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class Abort(BaseException):
 
 
 def run_interruptible(
-    lease: Lease | None,
+    lease: Lease | LeaseSet | None,
     body: Callable[..., T],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, date, datetime, time, timedelta
-from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
-from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 from celery import Task, _state, current_app, current_task
 from celery.utils.saferepr import saferepr
 from django.apps import apps
 from django.core.exceptions import AppRegistryNotReady, ImproperlyConfigured
 from django.db.models import Model
-from django.utils.crypto import salted_hmac
 
 from .. import logs
 from ..backends.interface import Claim
@@ -30,23 +23,19 @@ from ..core import names
 from ..core.grants import new_claim
 from ..core.identity import new_owner
 from ..core.manager import Service, service
+from ..core.permits import names_of
 from ..exceptions import SettingsError
-from ..lease import Lease
+from ..lease import Lease, Leases
+from ..lock_sets import LeaseSet, sort_names
 from ..storage.text import HIDDEN
 from .policy import OTHERS, TERMS, Policy, nearest, unknown
+from .values import DIGEST, canonical, digest
 
 if TYPE_CHECKING:
     AnyTask = Task[Any, Any]
 
 #: The attribute of a wrapped function that leads to its `Single`.
 MARK = "_fencedlock_single"
-#: Hexadecimal digits of a digest in a name.
-_DIGEST = 32
-_SALT = "django_fencedlock.sensitive"
-#: Rounds no decimal.
-_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
-#: Powers of ten beyond which a decimal may be written with an E.
-_READABLE = 20
 #: A model as Django writes it in text, such as ``"billing.Invoice"``.
 _LABEL = re.compile(r"\w+\.[A-Z]\w*")
 #: The arguments of `single_instance` that name no column.
@@ -83,6 +72,8 @@ class Single:
         self.row = RowLock(name, columns, function) if is_label or is_model else None
         if self.row is None:
             self._name, self.pattern = naming(name, columns, function, policy.sensitive)
+            if isinstance(name, list | tuple):
+                self._require_set_allowed()
         elif hidden := self.row.parameters & {*policy.sensitive}:
             raise TypeError(
                 f"@single_instance(sensitive={min(hidden)!r}): the parameter names a row, and the "
@@ -110,11 +101,12 @@ class Single:
 
     def name(
         self, task: AnyTask | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[str, str, str]:
+    ) -> tuple[str | tuple[str, ...], str, str]:
         """
-        Return the name of a call's lock; `args` don't have the task itself.
+        Return the name of a call's lock, or the sorted names of its set of locks.
 
         Beside it, the name of the task, or of the function; and the pattern of the lock's name.
+        `args` don't have the task itself.
         """
         function, pattern = self.function, self.pattern()
         title = task.name if task is not None else f"{function.__module__}.{function.__qualname__}"
@@ -124,8 +116,26 @@ class Single:
             del arguments[self._parameters.first]
         for key in self.sensitive:
             if key in arguments:
-                arguments[key] = _digest(key, arguments[key])
-        return self._name(task, title, arguments), title, pattern or title
+                arguments[key] = digest(key, arguments[key])
+        found, pattern = self._name(task, title, arguments), pattern or title
+        if isinstance(found, str):
+            return found, title, pattern
+        self._require_set_allowed()
+        return tuple(sort_names(found, f"@single_instance of {title}")), title, pattern
+
+    def _require_set_allowed(self) -> None:
+        if self._policy.limit is not None:
+            raise TypeError(
+                f"{self.function.__qualname__}(): limit= is for one lock name, not for a list: it "
+                "would not say which of the names has so many holders. Leave limit= out, or give "
+                "one name."
+            )
+        if self._policy.on_conflict == "coalesce":
+            raise ValueError(
+                f'{self.function.__qualname__}(): on_conflict="coalesce" is for one lock name, not '
+                "for a list: a run would miss triggers of other lists that share a name. Use "
+                '"skip", "retry", "wait" or "raise".'
+            )
 
     def redact_message(self, task: AnyTask, headers: dict[str, Any], body: Any) -> None:
         """Replace sensitive arguments in what Celery logs and sends in events."""
@@ -200,7 +210,12 @@ class Call:
         self.task: Any = task
         #: The arguments, without the task itself.
         self.args, self.kwargs = args, kwargs
-        self.name, self.title, self.pattern = single.name(task, args, kwargs)
+        name, self.title, self.pattern = single.name(task, args, kwargs)
+        self.is_set = not isinstance(name, str)
+        #: The names of its locks, in the order of their bytes.
+        self.names = (name,) if isinstance(name, str) else name
+        #: The name of its lock; of a set, the names as a message lists them.
+        self.name = names.shown(self.names)
         #: Celery's request. Other threads can't look it up.
         self.request = request
         #: Whether neither a message nor ``apply()`` caused the call.
@@ -215,7 +230,12 @@ class Call:
         #: The limit of `single_instance`, as it is now.
         limit = self.policy.limit
         self.permits = None if limit is None else names.count_permits(self.name, limit)
-        self.lease: Lease | None = None
+        self.lease: Lease | LeaseSet | None = None
+        self.leases: Leases = ()
+
+    def all_names(self) -> Sequence[str]:
+        """Return the names of the locks that its run may hold."""
+        return self.names if self.permits is None else names_of(self.claim())
 
     def claim(self) -> Claim:
         """Return the claim of the call's lock, or of one of its permits."""
@@ -224,10 +244,11 @@ class Call:
 
     def facts(self, reason: str | None = None) -> dict[str, Any]:
         """Return the ``extra`` of a log record about this call."""
+        lease = self.lease
         return logs.facts(
             name=self.name,
             alias=self.policy.backend,
-            token=self.lease.token if self.lease and self.lease.fenced else None,
+            token=lease.token if isinstance(lease, Lease) and lease.fenced else None,
             owner=self.owner.id,
             task=self.title,
             reason=reason,
@@ -241,11 +262,11 @@ def _is_mapped(task: AnyTask | None) -> bool:
     return running is task and getattr(above, "name", "") in ("celery.map", "celery.starmap")
 
 
-# The four ways to name a lock
+# The ways to name a lock
 
-#: Makes the name of a task (None if its function was called by itself), its title, and the
-#: arguments with their defaults, by parameter.
-Naming = Callable[["AnyTask | None", str, Mapping[str, Any]], str]
+#: Makes the name, or a list of names, of a task (None if its function was called by itself), its
+#: title, and the arguments with their defaults, by parameter.
+Naming = Callable[["AnyTask | None", str, Mapping[str, Any]], str | list[str]]
 
 
 def naming(
@@ -267,12 +288,49 @@ def naming(
             )
         template = names.Template(given, function, hidden=sensitive)
         return lambda task, _, arguments: template.fill(arguments, task), lambda: given
+    if isinstance(given, list | tuple):
+        return _naming_of_set(given, function, sensitive)
     if callable(given):
-        return lambda task, _, arguments: names.validate(given(task, dict(arguments))), str
+        return lambda task, _, arguments: _called(given, task, arguments), str
     raise TypeError(
-        f"@single_instance({given!r}): the name must be a template, a callable "
-        "(task, arguments) -> name, or a fenced model."
+        f"@single_instance({given!r}): the name must be a template, a list of templates, a "
+        "callable (task, arguments) -> name, or a fenced model."
     )
+
+
+def _naming_of_set(
+    given: Sequence[object], function: Callable[..., Any], sensitive: Collection[str]
+) -> tuple[Naming, Callable[[], str]]:
+    """Return what names the locks of a call by several templates, and the pattern of the set."""
+    _require_names(given, f"@single_instance({given!r})")
+    for each in given:
+        if not isinstance(each, str) or _LABEL.fullmatch(each):
+            shown = each.__name__ if isinstance(each, type) else repr(each)
+            raise TypeError(
+                f"@single_instance: a list of lock names has templates alone, not {shown}. For the "
+                "lock of a model's row, write the template of its name, such as "
+                f'"billing.invoice:{{{names.example_of(function)}}}".'
+            )
+    texts = [str(each) for each in given]
+    templates = [names.Template(each, function, hidden=sensitive) for each in texts]
+    return (
+        lambda task, _, arguments: [each.fill(arguments, task) for each in templates],
+        lambda: " + ".join(texts),
+    )
+
+
+def _called(given: Callable[..., Any], task: AnyTask | None, arguments: Any) -> str | list[str]:
+    """Return what a callable names."""
+    found = given(task, dict(arguments))
+    if not isinstance(found, list | tuple):
+        return names.validate(found)
+    _require_names(found, f"{getattr(given, '__qualname__', given)}() returned {found!r}, which")
+    return [*found]
+
+
+def _require_names(found: Sequence[object], what: str) -> None:
+    if not found:
+        raise ValueError(f"{what} names no lock, so runs would not exclude each other.")
 
 
 def _name_by_call(task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
@@ -284,8 +342,8 @@ def _name_by_call(task: AnyTask | None, title: str, arguments: Mapping[str, Any]
             raise TypeError(f"Parameter {key!r} of {title}: {exc}") from exc
     name = f"{title}({', '.join(shown)})"
     if len(name) > names.MAX_LENGTH:
-        digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST]
-        name = f"{name[: names.MAX_LENGTH - _DIGEST - 2]}…#{digest}"
+        short = hashlib.sha256(name.encode()).hexdigest()[:DIGEST]
+        name = f"{name[: names.MAX_LENGTH - DIGEST - 2]}…#{short}"
     return names.validate(name)
 
 
@@ -379,87 +437,3 @@ def _apart(columns: dict[str, Any]) -> dict[str, Any]:
     clash = {key: columns[key] for key in columns if key in _RESERVED}
     others = {key: value for key, value in columns.items() if key not in _RESERVED}
     return {**others, "columns": clash} if clash else others
-
-
-# The text of a value in a name
-
-
-def canonical(value: Any) -> str:
-    """
-    Return a readable text of `value`, which no other value has.
-
-    Values that a serialiser makes equal have the same text: a worker gets a list for a tuple, the
-    value for an enum's member, and text for a number that was a dict's key.
-    """
-    if isinstance(value, Enum):
-        return canonical(value.value)
-    if value is None or isinstance(value, bool):
-        return str(value)
-    if isinstance(value, int | float):
-        return repr(float(value) if isinstance(value, float) else int(value))
-    if isinstance(value, str):
-        # A lone surrogate can't be encoded.
-        text = json.dumps(value, ensure_ascii=False)
-        return text.encode(errors="backslashreplace").decode()
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(canonical, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{_key(key)}: {canonical(value[key])}' for key in value))}}}"
-    if isinstance(value, Set):
-        return f"set({', '.join(sorted(map(canonical, value)))})"
-    if isinstance(value, Model):
-        return _row(value)
-    if hasattr(type(value), "model_dump"):  # pydantic, which Celery converts to and from a dict
-        return canonical(value.model_dump())
-    return _scalar(value)
-
-
-def _key(key: Any) -> str:
-    # As in JSON, whose keys are texts.
-    is_json = key is None or isinstance(key, bool | int | float)
-    return canonical(json.dumps(key) if is_json else key)
-
-
-def _row(row: Model) -> str:
-    if row.pk is None or row._state.adding:
-        raise TypeError(
-            f"a lock name can't contain {row!r}, which isn't saved. Save it first, or pass a plain "
-            "value of it."
-        )
-    return f"{row._meta.concrete_model._meta.label_lower}:{canonical(row.pk)}"  # type: ignore[union-attr]
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, UUID | timedelta):
-        return f"{type(value).__name__}({value})"
-    if isinstance(value, Decimal):
-        number = value.normalize(_EXACT) or Decimal()
-        is_readable = abs(number.adjusted()) <= _READABLE
-        return f"Decimal({number:f})" if is_readable else f"Decimal({number})"
-    if isinstance(value, datetime):
-        # One moment has one name in every time zone.
-        moment = value if value.tzinfo is None else value.astimezone(UTC)
-        return f"datetime({moment.isoformat()})"
-    if isinstance(value, date | time):
-        return f"{type(value).__name__}({value.isoformat()})"
-    if isinstance(value, bytes | bytearray | memoryview):
-        return f"bytes({base64.b64encode(bytes(value)).decode()})"
-    raise TypeError(
-        f"a lock name can't contain {names.a_value_of(type(value))}, which has no fixed text. "
-        "Write a template of plain values, or a callable (task, arguments) -> name."
-    )
-
-
-# Sensitive arguments
-
-
-def _digest(key: str, value: Any) -> str:
-    with contextlib.suppress(TypeError):
-        # With the project's secret key: a plain digest of a card's number can be found by trial.
-        digest = salted_hmac(_SALT, canonical(value), algorithm="sha256").hexdigest()
-        return f"#{digest[:_DIGEST]}"
-    # Outside the block: the suppressed error shows the value.
-    raise TypeError(
-        f"Sensitive parameter {key!r} is {names.a_value_of(type(value))}, which has no fixed text "
-        "for a lock name. Pass a plain value."
-    )

@@ -14,13 +14,14 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from .. import logs, signals
 from ..backends.interface import Wait
-from ..core import runtime
+from ..core import runtime, set_grants
+from ..core.grants import new_claim
 from ..core.identity import current_holder, running_task
 from ..core.permits import held_as
 from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
 from ..lease import Lease, require_finished
-from ..lease_context import enter, leave
+from ..lock_sets import LeaseSet
 from . import duplicates, interrupts
 from .coalesce import Arguments, Coalescing
 from .duplicates import CONFLICTS, RUN, HolderGone
@@ -111,10 +112,12 @@ class Run(Call):
             skip = self._delivery.begin()
         return None if skip is None else SkippedRun.made(self.name, skip)
 
-    def _enter(self) -> tuple[Lease | None, Callable[..., Any], Sequence[Any], dict[str, Any]]:
+    def _enter(
+        self,
+    ) -> tuple[Lease | LeaseSet | None, Callable[..., Any], Sequence[Any], dict[str, Any]]:
         """Begin the body; return the lease whose loss interrupts it, and what to call."""
         if self.lease is not None:
-            enter(self.lease)
+            self.lease.enter()
         _running.set((*_running.get(), self))
         # A greenlet can't be interrupted by a signal or an asynchronous exception.
         aborts = self.policy.on_lost == "abort" and not runtime.is_patched("_thread")
@@ -134,7 +137,7 @@ class Run(Call):
     def _leave(self, outcome: str) -> None:
         """End the body, and record how it ended before the lock is released."""
         if self.lease is not None:
-            leave(self.lease)
+            self.lease.leave()
         self._ends_normally = bool(outcome)
         # In this order: if the process dies in between, the message finds nothing to do.
         if self._coalescing is not None:
@@ -149,8 +152,9 @@ class Run(Call):
         while refusal := self._refuse_own_lock() or self._try_to_acquire():
             try:
                 skip: Skip | None = None
-                if self._delivery is not None and refusal.holder is not None:
-                    skip = self._delivery.conflict(refusal.holder)
+                found = (refusal.holders or {refusal.name: refusal.holder}).values()
+                if self._delivery is not None and (holders := [each for each in found if each]):
+                    skip = self._delivery.conflict(holders)
                 if skip is None:
                     # A plain call gets the error, so no other run has to do its work.
                     if self._coalescing is None or not self.may_skip:
@@ -164,23 +168,26 @@ class Run(Call):
 
     def _refuse_own_lock(self) -> LockNotAcquired | None:
         """Return the error of a call that would wait for the code that made it."""
-        held = self.service.lease_of(held_as(self.claim()), self._who)
+        keys = self.names if self.is_set else [held_as(self.claim())]
+        held = next(filter(None, (self.service.lease_of(key, self._who) for key in keys)), None)
         if held is None or not self.service.backend.excludes:
             return None
         if self.is_called_directly and not self._is_nested():
             return None
         return LockNotAcquired(
-            f"Lock {self.name!r} is held by the code that called {self.title}, which can't "
+            f"Lock {held.name!r} is held by the code that called {self.title}, which can't "
             "continue before this call returns. Call it after the lock was released.",
-            name=self.name,
+            name=held.name,
             alias=self.policy.backend,
             holder=held.holder,
         )
 
     def _is_nested(self) -> bool:
-        """Return whether a run of the same lock called this one."""
+        """Return whether a run that has one of the same locks called this one."""
         return any(
-            outer.name == self.name and outer.service is self.service and outer._who is self._who
+            not {*outer.names}.isdisjoint(self.names)
+            and outer.service is self.service
+            and outer._who is self._who
             for outer in _running.get()
         )
 
@@ -188,34 +195,54 @@ class Run(Call):
         started, patience = clock(), 0.0
         if self.policy.on_conflict == "wait":
             patience = self.policy.patience(self.service.config)
-        claim = self.claim()
         self._time_limit.wait = wait = Wait(
             patience, partial(duplicates.postpone_until_publisher_ends, self)
         )
         if self._time_limit.deferred is not None:
             wait.cancel()
-        self.lease = self.service.acquire(
-            claim,
-            wait,
-            self._who,
-            pattern=self.pattern,
-            max_hold=self.policy.max_hold,
-            # A plain call may run in any process; a message is for a worker.
-            of_another_process=not self.is_called_directly,
-        )
-        if self.lease is None:
+        refused = (self._acquire_set if self.is_set else self._acquire_one)(wait, started)
+        if refused is None:
+            self._ends_normally = True
+            if self.request is not None:
+                # A message that the task publishes from now on may have to wait for this lock.
+                setattr(self.request, RUN, " ".join(each.owner_id for each in self.leases))
+        return refused
+
+    def _acquire_one(self, wait: Wait, started: float) -> LockNotAcquired | None:
+        claim = self.claim()
+        lease = self.service.acquire(claim, wait, self._who, **self._options())
+        if lease is None:
             return self.service.refusal(claim, clock() - started, wait.held)
-        self._ends_normally = True
-        if self.request is not None:
-            # A message that the task publishes from now on may have to wait for this lock.
-            setattr(self.request, RUN, self.owner.id)
+        self.lease, self.leases = lease, [lease]
         return None
+
+    def _acquire_set(self, wait: Wait, started: float) -> LockNotAcquired | None:
+        fenced = self.policy.fenced
+        # Owners of its own for each try: what is still done for a former one must not hit the next.
+        claims = [new_claim(name, self.ttl, fenced) for name in self.names]
+        answer = self.service.acquire_all(claims, wait, self._who, **self._options())
+        if isinstance(answer, dict):
+            missing = [n for n in self.names if not self.service.lease_of(n, self._who)]
+            waited = clock() - started
+            return set_grants.refusal(self.service.grants, missing, waited, fenced, answer)
+        self.lease, self.leases = LeaseSet(answer, self.service, self._who), answer
+        # The record of a message is under the first name.
+        self.owner = self.owner._replace(id=answer[0].owner_id)
+        return None
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "pattern": self.pattern,
+            "max_hold": self.policy.max_hold,
+            # A plain call may run in any process; a message is for a worker.
+            "of_another_process": not self.is_called_directly,
+        }
 
     def _release(self) -> None:
         """Release the lock, then look for triggers that were counted meanwhile."""
         try:
-            if self.lease is not None:
-                self.service.release([self.lease], self._who)
+            if self.leases:
+                self.service.release(self.leases, self._who)
         except BackendUnavailable as exc:
             # The work is done, and the lock expires.
             logs.left_to_run_out(logger, self.name, exc, self.facts())

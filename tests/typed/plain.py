@@ -10,10 +10,11 @@ from django_fencedlock import (
     LeaseSet,
     LockNotAcquired,
     current_lease,
+    current_leases,
     lock,
     lock_all,
 )
-from django_fencedlock.celery import SkippedRun, single_instance
+from django_fencedlock.celery import SkippedRun, lock_names, single_instance
 
 
 def blocks() -> None:
@@ -83,10 +84,24 @@ def nightly() -> int:
     return 1
 
 
+@single_instance(["account:{source}", "account:{target}"])
+def transfer(source: int, target: int) -> int:
+    if (leases := current_leases()) is not None:
+        assert_type(leases["account:1"], Lease)
+    return source
+
+
+@single_instance(lambda task, arguments: [f"row:{pk}" for pk in arguments["pks"]])
+def rebuild(pks: list[int]) -> None: ...
+
+
 def calls() -> None:
     assert_type(build(7, fresh=True), str)
     download: Coroutine[Any, Any, bytes] = fetch("x")
     download.close()
     assert_type(charge(1, currency="USD"), str)
     assert_type(nightly(), int)
+    assert_type(transfer(1, target=2), int)
+    assert_type(current_leases(), LeaseSet | None)
+    assert_type(lock_names(transfer, 1, 2), tuple[str, ...])
     assert_type(SkippedRun.of({}), SkippedRun | None)

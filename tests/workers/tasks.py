@@ -15,7 +15,7 @@ from celery import Task, _state, chain, current_app
 from celery._state import connect_on_app_finalize
 from celery.exceptions import Ignore, Reject
 
-from django_fencedlock import current_lease
+from django_fencedlock import current_lease, current_leases
 from django_fencedlock.celery import single_instance
 from tests.models import Invoice
 
@@ -172,6 +172,29 @@ _define("skip", "down")(single_instance("{key}", backend="down")(run))
 def total(self: Task, results: Any, key: str) -> Any:
     with Journal().body(f"{key}-total"):
         return results
+
+
+def transfer(self: Task, key: str, source: int, target: int, amount: int) -> None:
+    """Move an amount between two fenced rows, which are read first, under the locks of both."""
+    leases = current_leases()
+    assert leases is not None
+    using = next(iter(leases.values())).database
+    with Journal().body(key, amount=amount), leases.atomic():
+        for pk, change in ((source, -amount), (target, amount)):
+            row = Invoice.objects.using(using).get(pk=pk)
+            _sleep(0.01)
+            row.amount += change
+            row.save()
+
+
+_PAIR = ["tests.invoice:{source}", "tests.invoice:{target}"]
+for _alias in ALIASES[:-1]:
+    _define("transfer", _alias, acks_late=True, reject_on_worker_lost=True)(
+        single_instance(_PAIR, backend=_alias, on_conflict="wait", blocking_timeout=60)(transfer)
+    )
+_define("transfer_retry", acks_late=True, reject_on_worker_lost=True)(
+    single_instance(_PAIR, on_conflict="retry", retry_countdown=0.1)(transfer)
+)
 
 
 @_define("pay")

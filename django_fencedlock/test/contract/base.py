@@ -36,6 +36,8 @@ class Contract:
     counts_tokens = True
     #: A ttl that a lease of 30 s can be renewed to.
     renewed_ttl = 300.0
+    #: The ttl of a lease while others try to acquire its lock all the time.
+    hammered_ttl = 1.5
     #: Seconds that any step may take longer on a busy machine.
     slack = 20.0
 

@@ -122,8 +122,9 @@ class ExclusionContract(Contract):
         with contextlib.ExitStack() as stack:
             several = [stack.enter_context(processes.borrow()) for _ in range(2)]
             stack.enter_context(connected(signals.leases_renewed, receive))
-            lease = self.take(name, ttl=1.5)
-            hammers = [each.start(acts.hammer, self.alias, name, 3, 4.5) for each in several]
+            lease = self.take(name, ttl=self.hammered_ttl)
+            terms = self.alias, name, 3, 3 * self.hammered_ttl
+            hammers = [each.start(acts.hammer, *terms) for each in several]
             done = [each.result(TIMEOUT) for each in hammers]
         assert sum(tries for tries, _ in done) > 100
         assert not any(granted for _, granted in done)
