@@ -317,7 +317,7 @@ class TestRelease:
         out, _, code = run("release", "gpu", "--yes")
         assert code == 1
         assert out == (
-            "There is no lock 'gpu', but permits of it are held: 'gpu [permit 1]', "
+            "Lock 'gpu' itself isn't held, but permits of it are: 'gpu [permit 1]', "
             "'gpu [permit 2]'. Name the one to release: "
             "manage.py fencedlock release 'gpu [permit 1]'\n"
         )

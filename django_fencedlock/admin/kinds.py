@@ -41,6 +41,7 @@ class KindFilter(admin.SimpleListFilter):
 
 def _by_number() -> Case:
     end, cases = Length("name"), []
+    # Of a permit, the blank before its number tells how many digits that has.
     for digits in range(1, 4):
         is_before = Exact(Substr("name", end - digits - 1, 1), Value(" "))
         padded = Concat(
@@ -84,6 +85,6 @@ class Family:
         held = [row.entry for row in rows if row.entry.is_held]
         self.used, self.limit, self.free = len(held), 0, ""
         if lock.kind is Kind.PERMIT:
-            self.limit = max((row.permits for row in rows), default=0)
+            self.limit = max((row.permits for row in rows), default=lock.permits or 0)
             taken = {each.permit for each in held}
             self.free = shown_ranges([n + 1 for n in range(self.limit) if n + 1 not in taken])

@@ -1,9 +1,8 @@
-"""The permits of a lock name: how many are held, and by whom."""
+"""The permits of a lock name: which are held, which are free."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from django.db.models import QuerySet
@@ -35,11 +34,12 @@ def by_number(name: str) -> tuple[str, int]:
     return read_permit(name) or (name, 0)
 
 
-def permits_of(database: str, name: str, silent: Collection[str] = ()) -> list[Permits]:
+def permits_of(database: str, name: str, silent: dict[str, str]) -> list[Permits]:
     """
     Return the permits of a lock name by alias, as the lock services see them.
 
-    For aliases in `silent`, and those that are unavailable now, the registry tells who has them.
+    Aliases in `silent` aren't asked; those that are unavailable now are added to it. Their permits
+    are as the registry has them.
     """
     by_alias: dict[str, list[HeldLock]] = defaultdict(list)
     for row in permit_rows(name, HeldLock.objects.using(database).all()):
@@ -53,7 +53,7 @@ def permit_rows(name: str, rows: QuerySet[HeldLock]) -> list[HeldLock]:
     return sorted(found, key=lambda row: by_number(row.name))
 
 
-def _permits(name: str, alias: str, rows: list[HeldLock], silent: Collection[str]) -> Permits:
+def _permits(name: str, alias: str, rows: list[HeldLock], silent: dict[str, str]) -> Permits:
     limit = max(row.permits or 0 for row in rows)
     held = {row.name: _holder(row) for row in rows}
     if alias not in silent:
@@ -62,8 +62,8 @@ def _permits(name: str, alias: str, rows: list[HeldLock], silent: Collection[str
             # The database backend reads the rows of other aliases, too.
             mine = {each: by for each, by in found.items() if by.alias in ("", alias)}
             held = {each: str(holder_of(by, alias)) for each, by in mine.items()}
-        except (BackendUnavailable, SettingsError):
-            pass  # The caller asks for the lock itself, and reports it.
+        except (BackendUnavailable, SettingsError) as exc:
+            silent[alias] = str(exc)
     free = [by_number(each)[1] for each in _names(name)[:limit] if each not in held]
     return Permits(
         name, alias, limit, {each: held[each] for each in sorted(held, key=by_number)}, free

@@ -21,7 +21,7 @@ from ...core import names
 from ...exceptions import BackendUnavailable, FencedLockError, SettingsError
 from ...ops import doctor, registry, resync
 from ...ops.force_release import HeldBy, Outcome, Release, consequences, force_release, held_by
-from ...ops.permits import Permits, by_number, shown_ranges
+from ...ops.permits import by_number, shown_ranges
 from ...ops.registry import duration
 from ...ops.trim import trim
 from ...problems import Level
@@ -156,8 +156,11 @@ class Command(BaseCommand):
             owners = owner or [each.owner_id for each in held.holders]
             done = force_release(name, by=by, backend=held.alias, owner_id=owners)
         told = str(done)
-        if not any(asked) and (permits := registry.portrait(name).permits):
-            told = _about_permits(name, permits)
+        if not any(asked):
+            known = registry.portrait(name).permits
+            mine = [each for each in known if not alias or each.alias in alias]
+            if permits := [permit for each in mine for permit in each.held]:
+                told = _instead(name, permits)
         self._put({**asdict(done), "done": done.done, "message": told}, [escape_control(told)])
         return 0 if done.done else 1
 
@@ -347,15 +350,12 @@ def _permit_details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
         yield "permits", f"not held; granted so far: {shown_ranges(found.granted_permits)}"
 
 
-def _about_permits(name: str, found: list[Permits]) -> str:
-    """Say what to release instead of a lock that has permits alone."""
-    held = [permit for each in found for permit in each.held]
-    if not held:
-        return f"There is no lock {name!r}, and none of its permits is held."
-    command = f"manage.py fencedlock release {for_shell(held[0])}"
+def _instead(name: str, permits: list[str]) -> str:
+    """Say what to release instead of a lock of which permits alone are held."""
     return (
-        f"There is no lock {name!r}, but permits of it are held: "
-        f"{names.shown(map(repr, held))}. Name the one to release: {command}"
+        f"Lock {name!r} itself isn't held, but permits of it are: "
+        f"{names.shown(map(repr, permits))}. Name the one to release: "
+        f"manage.py fencedlock release {for_shell(permits[0])}"
     )
 
 
