@@ -17,6 +17,7 @@ from django.dispatch import Signal
 
 from ... import signals
 from ...backends.interface import Renewal
+from ...core.names import read_permit
 from ...lease import Lease
 
 try:
@@ -69,6 +70,9 @@ class Patterns:
         self._lock = threading.Lock()
 
     def of(self, name: str, template: str = "") -> str:
+        if permit := read_permit(name):
+            # All permits count for their lock, as refusals do.
+            name, _ = permit
         found = self._rule(name, template) if self._rule else None
         pattern = found or template or pattern_of(name)
         if pattern in self._known:
