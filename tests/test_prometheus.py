@@ -59,6 +59,16 @@ def test_acquired_locks_and_conflicts(registry):
     assert read(registry, "fencedlock_wait_seconds_sum", **waits) > 0.2
 
 
+def test_all_permits_count_for_their_lock(registry):
+    """As refusals do, which no permit has."""
+    with pytest.raises(LeaseLost), lock("gpu:7", limit=1) as lease:
+        elsewhere(lock("gpu:7", limit=1).acquire, blocking=False)
+        force_release(lease.name, by="a test")
+    for name in ("acquisitions", "conflicts", "forced_releases"):
+        assert read(registry, f"fencedlock_{name}_total", pattern="gpu:*")
+    assert "permit" not in generate_latest(registry).decode()
+
+
 def test_the_alias_of_a_service_with_queues_is_a_label(registry, settings, shared_etcd):
     shared_etcd.empty()
     settings.FENCEDLOCK = {"default": {}, "queues": {"BACKEND": ETCD, "LOCATION": shared_etcd.url}}

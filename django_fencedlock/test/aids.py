@@ -50,6 +50,7 @@ class hold_lock:  # noqa: N801
             acquire fails at once, since only the test itself could release the lock.
         shared: Hold it as a reader.
         limit: Hold one of so many permits. The tested code gets another one that is free.
+        path: Hold the path `name`, as ``lock(name, path=True)`` does.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class hold_lock:  # noqa: N801
         let_wait: bool = False,
         shared: bool = False,
         limit: Limit = None,
+        path: bool = False,
     ) -> None:
         self._service = service(backend)
-        asked = Lock(name, fenced=fenced, shared=shared, limit=limit)
-        self._held = _held(self._service, asked.name, fenced, let_wait, shared, limit)
+        asked = Lock(name, fenced=fenced, shared=shared, limit=limit, path=path)
+        name = names.path_name(name) if path else asked.name
+        self._held = _held(self._service, name, fenced, let_wait, shared, limit)
 
     def __enter__(self) -> Lease:
         forbid_in_event_loop("hold_lock(...)", "async with {}")
@@ -190,7 +193,7 @@ def _held(
         claim = claim._replace(permits=names.count_permits(name, limit))
     lease = control.acquire(claim, who=other, of_another_process=True)
     if lease is None:
-        raise control.refusal(claim, 0, None)
+        raise control.refusal(claim, Wait())
     try:
         with contextlib.nullcontext() if let_wait else _fail_at_once(control, claim):
             yield lease
@@ -199,12 +202,13 @@ def _held(
 
 
 @contextlib.contextmanager
-def _fail_at_once(control: Service, held: Claim) -> Iterator[None]:
-    kind = control.permits if held.permits else control.grants
+def _fail_at_once(control: Service, claim: Claim) -> Iterator[None]:
+    kind, name = control.permits if claim.permits else control.grants, claim.name
     acquire = kind.acquire
+    held = names.path_names(names.read_path(name)) if names.is_path(name) else (name,)
 
     def try_once(claim: Claim, wait: Wait, *more: Any) -> tuple[Grant, float] | Held:
-        if claim.name == held.name:
+        if claim.name in held:
             wait.seconds = 0.0
         return acquire(claim, wait, *more)
 
