@@ -312,6 +312,8 @@ class LockSet(Acquiring, Generic[S]):
     async def _aacquire(self, asked: _Asked) -> LeaseSet | None:
         missing = asked.missing()
         if missing:
+            # Its time may be over before its turn comes.
+            asked.refused = {missing[0]: Held()}
             acquire = functools.partial(self._acquire, asked)
             tell = functools.partial(asked.tell_refused, self.pattern)
             # The turn of one name alone: a set that waits has the lock of its first name, or waits

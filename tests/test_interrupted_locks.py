@@ -20,10 +20,12 @@ from django_fencedlock.backends.postgres import backend as postgres_backend
 from django_fencedlock.backends.postgres import holding
 from django_fencedlock.backends.redis import backend as redis_backend
 from django_fencedlock.backends.redis import connections as redis_connections
-from django_fencedlock.core import endings, grants, jobs, keeper, manager, set_grants
+from django_fencedlock.core import endings, grants, jobs, keeper, manager, permits, set_grants
 from django_fencedlock.core.grants import Grants
 from django_fencedlock.core.identity import current_holder
 from django_fencedlock.core.manager import Service, give_back_left_over, service
+from django_fencedlock.core.names import permit_name
+from django_fencedlock.core.permits import Permits
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.core.set_grants import SetAcquire
 from django_fencedlock.lease_context import held_names
@@ -37,7 +39,7 @@ pytestmark = [
 
 #: Where the interrupts hit.
 MODULES = [locks, manager, grants, keeper, sessions, database, postgres_backend, holding, jobs]
-MODULES += [acquiring, endings, lock_sets, set_grants]
+MODULES += [acquiring, endings, lock_sets, permits, set_grants]
 FILES = {each.__file__ for each in (*MODULES, redis_backend, redis_connections)}
 
 
@@ -90,10 +92,9 @@ def backend(backend):
 
 def refill(backend):
     """Give back places of the pool: an interrupt before a call of C, which no signal does."""
-    if isinstance(backend, database.DatabaseBackend):
-        room = backend._sessions._room
-        while room.qsize() < sessions.MAX_CONNECTIONS:
-            room.put(room)
+    room = sessions.pool(backend.config.fence_database, backend.config.timeout)._room
+    while room.qsize() < sessions.MAX_CONNECTIONS:
+        room.put(room)
 
 
 def interrupted_everywhere(act, check, least=20):
@@ -140,8 +141,47 @@ def enter_interrupted(how, place):
     return was_interrupted
 
 
-def acquire_interrupted(how, place, name="x{}", timeout=0, begins=Grants.acquire):
-    interrupt, mine = InterruptAt(place, begins), lock(name.format(place), blocking_timeout=timeout)
+@pytest.mark.parametrize(("limit", "timeout"), [(1, 0.05), (3, 0)])
+def test_no_line_leaves_a_permit(backend, monkeypatch, limit, timeout):
+    """The first one is held by another owner, so that all of them are looked at."""
+    monkeypatch.setattr(keeper, "FIRST_DOUBT", 0.01)
+    monkeypatch.setattr(permits.random, "randint", lambda first, last: 1)
+    names = [permit_name("gpu", n + 1) for n in range(limit)]
+
+    def wait_until_free(place):
+        refill(backend)
+        wait_until(lambda: [*backend.holders(names)] == names[:1], f"free permits, {place}", 20)
+        assert not backend.holders(names)[names[0]].waiting
+
+    with lock("gpu", limit=1):
+        terms = {"name": "gpu", "timeout": timeout, "limit": limit}
+        act = partial(acquire_interrupted, "with", begins=Permits.acquire, **terms)
+        interrupted_everywhere(act, wait_until_free)
+
+
+@pytest.mark.parametrize("beside_another", [False, True])
+def test_no_line_leaves_a_reader(backend, monkeypatch, beside_another):
+    monkeypatch.setattr(keeper, "FIRST_DOUBT", 0.01)
+
+    def readers():
+        held = backend.holders(["x"]).get("x")
+        return 0 if held is None else 1 + len(held.others)
+
+    def wait_until_free(place):
+        refill(backend)
+        wait_until(lambda: readers() == beside_another, f"no reader, {place}", 20)
+
+    with lock("x", shared=True) if beside_another else contextlib.nullcontext():
+        act = partial(acquire_interrupted, "with", name="x", shared=True)
+        interrupted_everywhere(act, wait_until_free)
+    if not beside_another:
+        with lock("x", blocking_timeout=5):
+            pass
+
+
+def acquire_interrupted(how, place, name="x{}", timeout=0, begins=Grants.acquire, **kind):
+    interrupt = InterruptAt(place, begins)
+    mine = lock(name.format(place), blocking_timeout=timeout, required=False, **kind)
     lease = None
     with interrupt:
         if how == "acquire":

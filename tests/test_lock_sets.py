@@ -34,6 +34,7 @@ from django_fencedlock import (
 )
 from django_fencedlock.core import aio, keeper
 from django_fencedlock.core.manager import service
+from django_fencedlock.lease import Lease
 from django_fencedlock.lease_context import held_names
 from django_fencedlock.storage.fences import Fences
 from django_fencedlock.test import (
@@ -44,6 +45,7 @@ from django_fencedlock.test import (
     lose_lease,
 )
 from django_fencedlock.test.contract.base import connected
+from tests.backends import BACKENDS
 from tests.failing import unavailable
 from tests.models import Account, Invoice
 from tests.servers.process import wait_until
@@ -66,6 +68,12 @@ def other():
 
 def held_elsewhere(thread, *names):
     return thread.submit(lock_all(names).acquire, blocking=False).result()
+
+
+def find_leases(name):
+    """Return this process's leases, of all threads."""
+    found = [each for each in gc.get_objects() if type(each) is Lease]
+    return [lease for lease in found if lease.name == name]
 
 
 def assert_free(*names):
@@ -377,6 +385,32 @@ class TestLosing:
             waiting.submit(leases.release).result()
             waiting.submit(connections.close_all).result()
 
+    def test_it_does_not_begin_with_a_lease_that_has_expired(self, other, monkeypatch):
+        """The whole process may have been paused while it waited."""
+        held, control = held_elsewhere(other, "b"), service("default")
+        monkeypatch.setattr(control.keeper, "keep", lambda lease: None)
+        with ThreadPoolExecutor(1) as waiting:
+            waiter = waiting.submit(lock_all("a", "b", ttl=10).acquire, blocking_timeout=30)
+            wait_until(lambda: lock("a").holder() is not None, "a held by the waiter")
+            first = lock("a").holder().owner_id
+            (lease,) = (each for each in find_leases("a") if each.owner_id == first)
+            lease.deadline = 0.0
+            other.submit(held.release).result()
+            leases = waiter.result(20)
+            assert leases["a"].owner_id != first
+            assert leases.remaining() > 0
+            waiting.submit(leases.release).result()
+            waiting.submit(connections.close_all).result()
+
+    def test_its_locks_on_a_session_are_released_as_it_is_lost(self, settings, postgres):
+        """They would stay until the end of the block, which may hang."""
+        settings.FENCEDLOCK = {"default": dict(BACKENDS["postgres"])}
+        leases = lock_all("a", "b").acquire()
+        control = service("default")
+        control.lose(leases["a"], "for a test")
+        wait_until(lambda: not control.backend.holders(["b"]), "a free lock")
+        assert not leases.release()
+
     def test_while_it_waits_what_it_has_is_renewed(self, other):
         held = held_elsewhere(other, "b")
         with ThreadPoolExecutor(1) as waiting:
@@ -633,6 +667,22 @@ class TestCoroutines:
         async_to_sync(main)()
         assert_free("a")
 
+    def test_it_is_refused_if_its_turn_does_not_come(self, other, monkeypatch):
+        held, backend = held_elsewhere(other, "a"), service("default").backend
+
+        async def main():
+            first = asyncio.create_task(lock("a").aacquire(blocking_timeout=60))
+            await asyncio.sleep(0)
+            with monkeypatch.context() as patch, pytest.raises(LockNotAcquired, match="Lock 'a'"):
+                # It is released at this moment.
+                patch.setattr(type(backend), "holders", lambda self, names: {})
+                refused = lock_all("a", "b", blocking_timeout=0.1).__aenter__()
+                await asyncio.wait_for(refused, 20)
+            other.submit(held.release).result()
+            assert await (await first).arelease()
+
+        async_to_sync(main)()
+
     @pytest.mark.parametrize("threads", [1, 16])
     def test_a_hundred_sets_of_coroutines_take_turns(self, monkeypatch, threads):
         may_wait = threading.BoundedSemaphore(threads)
@@ -740,6 +790,20 @@ class TestAnswers:
         with lock_all("a", "b") as leases, leases.atomic():
             assert [lease.token for lease in leases.values()] == [2, 3]
         assert StubBackend.service.tokens == {"a": 2, "b": 3}
+
+    def test_the_first_that_is_not_recorded_ends_the_try(self, stub, monkeypatch):
+        """Each of the rest might wait for a transaction as well."""
+        record, asked = stub.grants._record, []
+
+        def refuse(grant, since):
+            asked.append(grant.name)
+            return None if grant.name == "b" else record(grant, since)
+
+        monkeypatch.setattr(stub.grants.fences, "record_all", lambda grants: set())
+        monkeypatch.setattr(stub.grants, "_record", refuse)
+        assert lock_all("a", "b", "c", "d").acquire(blocking=False) is None
+        assert asked == ["a", "b"]
+        assert not stub.backend.holders(["a", "b", "c", "d"])
 
     def test_what_took_long_is_renewed_before_it_is_recorded(self, stub, monkeypatch):
         acquire_all, renewed = StubBackend.acquire_all, []

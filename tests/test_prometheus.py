@@ -299,6 +299,8 @@ def test_the_alert_rules_ask_for_what_is_exported(registry):
         ("backup2026", "backup*"),
         ("upload:01ARZ3NDEKTSV4RRFFQ69G5FAV", "upload:*"),
         ("konto:ärger٣", "konto:ärger٣"),
+        ("gpu [permit 2]", "gpu"),
+        ("account:7 [permit 1000]", "account:*"),
     ],
 )
 def test_the_parts_that_differ_by_row_become_a_star(name, pattern):
@@ -310,6 +312,7 @@ def test_a_function_decides_before_the_template_and_the_template_before_the_rule
     patterns = Patterns(lambda name, template: template.upper() or None)
     assert patterns.of("stock:A-1", "stock:{sku}") == "STOCK:{SKU}"
     assert patterns.of("stock:1") == "stock:*"
+    assert Patterns(lambda name, template: name).of("stock:1 [permit 3]") == "stock:1"
     patterns = Patterns(most=2)
     assert {patterns.of(f"{letter}:1") for letter in "abcdefg"} == {"a:*", "b:*", OTHER}
     assert patterns.of("a:2") == "a:*"

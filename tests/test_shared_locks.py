@@ -473,6 +473,19 @@ def test_a_reader_whose_row_is_missing_is_not_overtaken():
 
 
 @real
+@pytest.mark.usefixtures("on_stub")
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_lease_is_overtaken_by_a_grant_of_the_other_kind(stub, shared):
+    """Two masters of the service granted it. Its row isn't that of the later grant."""
+    lease = lock("x", shared=shared).acquire()
+    stub.places.clear()
+    with another_thread() as thread:
+        later = thread.call(lock("x", shared=not shared).acquire, blocking=False)
+        assert service("default").keeper.compare([lease, later]) == [lease]
+        thread.call(later.release)
+
+
+@real
 def test_the_contract_finds_readers_beside_a_writer():
     with on(NoExclusion), another_thread() as thread, pytest.raises(AssertionError):
         TestStub().test_a_writer_excludes_readers("x", thread)

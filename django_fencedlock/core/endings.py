@@ -180,6 +180,8 @@ class Endings:
             self.keeper.forget(lease)
         if lost := [lease for lease in leases if lease.mark_lost(why)]:
             runtime.notify(self.report_losses, lost)
+            for lease in lost:
+                runtime.notify(self.keeper.free, lease)
 
     def report_losses(self, leases: Sequence[Lease]) -> None:
         """Run the user's code for leases that were marked as lost."""

@@ -164,8 +164,7 @@ class Grants:
                 if not wait.left:
                     return Held()
         except BackendUnavailable as exc:
-            for claim in claims:
-                self._keeper.doubt(grant_of(claim))
+            self._keeper.doubt(*map(grant_of, claims))
             raise_if_tables_missing(exc, self.backend.config.fence_database)
             raise
 
@@ -215,7 +214,7 @@ class Grants:
         # Once more before the caller's code runs: this process may have been paused.
         if confirmed and self._clock() < since + grant.ttl:
             # An earlier try of this owner must not be released now.
-            self._keeper.doubts.pop((claim.owner, claim.name), None)
+            self._keeper.trust(claim.owner, claim.name)
             return confirmed, since
         try:
             # Its failure ends the acquire: the doubt would release what a later try got.
@@ -301,11 +300,17 @@ class Grants:
         finally:
             self._keeper.clear_row(grant)
 
-    def drop(self, grant: Grant) -> None:
-        """Release what an interrupted caller may have got, or may yet get."""
-        self._keeper.doubt(grant)
+    def drop(self, *grants: Grant) -> None:
+        """Release what an interrupted caller may have got, or may yet get: one of them."""
+        self._keeper.doubt(*grants)
         with contextlib.suppress(RuntimeError):
-            self.release(grant)
+            if len(grants) == 1:
+                self.release(*grants)
+                return
+            with contextlib.suppress(BackendUnavailable):
+                self.backend.release_all(grants)
+            for grant in grants:
+                self._keeper.clear_row(grant)
 
     def _evict_if_gone(self, name: str, held: Held, fenced: bool) -> bool:
         """Release the lock of a holder whose process is gone; return whether that was done."""

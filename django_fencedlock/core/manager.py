@@ -102,8 +102,7 @@ class Service(Endings):
                 lease.released = True
                 self._forget(lease)
                 self.keeper.forget(lease)
-            for grant in [lease.grant] if lease else map(grant_of, wait.asked or [claim]):
-                self.grants.drop(grant)
+            self.grants.drop(*[lease.grant] if lease else map(grant_of, wait.asked or [claim]))
             raise
         waited = self._clock() - wait.since
         if lease is not None:

@@ -74,7 +74,8 @@ class SetAcquire:
         return {}
 
     def _missing(self) -> list[str]:
-        self._let_go([lease for lease in self.held.values() if lease.lost])
+        # The keeper may not have noticed yet that one has expired.
+        self._let_go([lease for lease in self.held.values() if lease.lost or lease.expired])
         return [name for name in self._claims if name not in self.held]
 
     def _try(self, names: Sequence[str]) -> dict[str, Held]:
@@ -117,17 +118,23 @@ class SetAcquire:
     def _confirm(
         self, claims: Sequence[Claim], answers: Sequence[Granted], is_recorded: bool
     ) -> dict[str, Held]:
-        """Record grants in one statement, and hold them; return those that weren't recorded."""
-        refused = {}
+        """Record grants in one statement, and hold them up to the first that isn't recorded."""
         recorded = set() if is_recorded else self._record(claims, answers)
-        for claim, granted in zip(claims, answers, strict=True):
+        pairs = list(zip(claims, answers, strict=True))
+        for place, (claim, granted) in enumerate(pairs, 1):
             done = is_recorded or claim.name in recorded
             if found := self._grants.confirm(claim, granted, done):
                 self.held[claim.name] = self._hold(*found)
-            else:
-                refused[claim.name] = Held()
-                self._renew_owner(claim.name)
-        return refused
+                continue
+            # Not the rest: each of them may wait for a transaction as well.
+            if rest := [grant_of(*pair) for pair in pairs[place:]]:
+                self._backend.release_all(rest)
+            for grant in rest:
+                self._keeper.clear_row(grant)
+            for each in claims[place - 1 :]:
+                self._renew_owner(each.name)
+            return {claim.name: Held()}
+        return {}
 
     def _record(self, claims: Sequence[Claim], answers: Sequence[Granted]) -> set[str]:
         """Record the grants that have tokens; return their names, less those that are pinned."""

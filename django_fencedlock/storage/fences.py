@@ -70,11 +70,18 @@ class Fences:
         def renew(ledger: SharedLedger, used: BaseDatabaseWrapper) -> list[Grant]:
             kept = ledger.renew(used, grants)
             gone = ledger.missing(used, grants, kept)
+            with ledger.cursor(used) as cursor:
+                newest = ledger.read_fences(cursor, [grant.name for grant in grants])
             overtaken = []
-            for grant in (each for each in grants if each.owner in gone):
-                if ledger.newest(used, grant.name) != (grant.token, grant.fence_owner):
+            for grant in grants:
+                found = newest.get(grant.name, (0, ""))
+                is_newest = found == (grant.token, grant.fence_owner)
+                # A writer's grant leaves the rows of readers, and theirs that of a writer. Without
+                # an owner it was raised, as by the forced release of another reader.
+                other_kind = found[1] not in ("", grant.fence_owner)
+                if other_kind or (grant.owner in gone and not is_newest):
                     overtaken.append(grant)
-                else:
+                elif grant.owner in gone:
                     # Only its row is missing.
                     entry = entry_of(grant, self._config.alias, self._label)
                     ledger.claim(used, entry, draw=False)

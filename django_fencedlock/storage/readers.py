@@ -56,7 +56,7 @@ class SharedLedger(SetLedger):
 
     def _draw_shared(self, cursor: Any, name: str) -> int:
         """Raise the fence, unless readers have the newest grant: one may have it locked."""
-        newest = self._newest(cursor, [name]).get(name)
+        newest = self.read_fences(cursor, [name]).get(name)
         if newest is None or newest[1] != SHARED:
             owner = self.rejected.format(column="owner")
             self._insert_fences(
@@ -64,7 +64,7 @@ class SharedLedger(SetLedger):
                 [(name, 1, SHARED)],
                 f"token = {FENCE}.token + ({FENCE}.owner <> {owner}), owner = {owner}",
             )
-            newest = self._newest(cursor, [name])[name]
+            newest = self.read_fences(cursor, [name])[name]
         return newest[0]
 
     def note_writer(self, connection: BaseDatabaseWrapper, name: str) -> None:

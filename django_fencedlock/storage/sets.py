@@ -17,6 +17,7 @@ from .dialect import (
     Claimed,
     Entry,
     Ledger,
+    Newest,
     batches,
     listed,
 )
@@ -76,7 +77,7 @@ class SetLedger(Ledger):
             elsewhere = self._live_elsewhere(cursor, entries)
             wanted = [(entry, token) for entry, token in grants if entry.name not in elsewhere]
             self._raise_fences(cursor, wanted)
-            newest = self._newest(cursor, [entry.name for entry, _ in wanted])
+            newest = self.read_fences(cursor, [entry.name for entry, _ in wanted])
             done = [
                 entry for entry, token in wanted if newest[entry.name] == (token, entry.owner.id)
             ]
@@ -125,8 +126,9 @@ class SetLedger(Ledger):
             found.update(name for (name,) in cursor.fetchall())
         return found
 
-    def _newest(self, cursor: Any, names: Sequence[str]) -> dict[str, tuple[int, str]]:
-        found: dict[str, tuple[int, str]] = {}
+    def read_fences(self, cursor: Any, names: Sequence[str]) -> dict[str, Newest]:
+        """Read the token and owner of the newest grant of each name that was ever granted."""
+        found: dict[str, Newest] = {}
         for part in parts(names):
             inside, given = listed("n", part)
             cursor.execute(
@@ -167,7 +169,7 @@ class SetLedger(Ledger):
                 [(entry.name, 1, entry.owner.id) for entry in part],
                 f"token = {FENCE}.token + ({FENCE}.owner <> {owner}), owner = {owner}",
             )
-        newest = self._newest(cursor, [entry.name for entry in entries])
+        newest = self.read_fences(cursor, [entry.name for entry in entries])
         return {name: token for name, (token, _) in newest.items()}
 
     def _raise_fences(self, cursor: Any, grants: Sequence[tuple[Entry, int]]) -> None:
