@@ -226,6 +226,15 @@ def test_the_loss_of_a_lock_above_is_that_of_all_paths_beneath():
     assert lost == [lease]
 
 
+def test_the_service_is_asked_about_each_lock():
+    for level in range(3):
+        lease = lock(PATH, path=True).acquire()
+        assert service("default").backend.release(lease.above[level].grant)
+        assert not lease.verify()
+        assert lease.lost
+        assert not lease.release()
+
+
 def test_a_lock_above_keeps_no_path_that_was_released():
     with lock("warehouse/7/shelf/4", path=True) as lease:
         for _ in range(3):
@@ -318,6 +327,25 @@ def test_coroutines(thread):
 
     awaited(hold)
     assert is_free(thread, "warehouse")
+
+
+def test_a_waiter_for_the_lock_of_the_same_text_is_not_behind_that_of_a_path(thread):
+    held = thread.call(lock("a/b", path=True).acquire)
+    plain = thread.call(lock("a/b").acquire)
+
+    async def wait_for_both():
+        path = asyncio.ensure_future(lock("a/b", path=True, blocking_timeout=60).aacquire())
+        waiting = asyncio.ensure_future(lock("a/b", blocking_timeout=60).aacquire())
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(thread.call, plain.release)
+        found = await asyncio.wait_for(waiting, 30)
+        assert not path.done()
+        await asyncio.to_thread(thread.call, held.release)
+        await found.arelease()
+        found = await path
+        await found.arelease()
+
+    awaited(wait_for_both)
 
 
 def test_a_cancelled_wait_leaves_nothing(thread):
@@ -465,6 +493,12 @@ def test_a_row_is_added_inside_atomic_alone():
                 found = Bin.objects.get(code="b")
                 assert found.fence == lease.token
                 found.delete()
+
+
+def test_a_new_row_with_a_key_of_its_own_needs_its_path_as_well():
+    """The holder of a path above it relies on the rows beneath it."""
+    assert Fencing("a/{pk}").__get__(None, Bin).is_of_own_pk
+    assert not Fencing("a/{pk}", path=True).__get__(None, Bin).is_of_own_pk
 
 
 def test_a_holder_relies_on_the_check_whatever_is_allowed(row, monkeypatch):

@@ -153,8 +153,9 @@ class FencingOf:
         self.texts = {column for column, field in fields.items() if is_text(field)}
         local = self.table._meta.local_concrete_fields
         exact = [part.field for part in self.parts if part.is_exact]
-        #: Whether each row has a lock of its own, named by its primary key.
-        self.is_of_own_pk = all(field in exact for field in self.pk)
+        #: Whether each row has a lock of its own, named by its primary key, and no other excludes
+        #: its holder, as the lock of a path does.
+        self.is_of_own_pk = not spec.path and all(field in exact for field in self.pk)
         #: Whether rows of one lock have the same values in columns of the fence's own table, so
         #: that SQL finds rows by these. If not, each row's name is made from the row itself.
         self.finds_rows = self.columns is not None and all(

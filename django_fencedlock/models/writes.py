@@ -72,9 +72,7 @@ class Write:
     def adding(self, given: Lease | None) -> Write:
         """Find the lease for rows that aren't there yet."""
         is_free = self.fencing.is_of_own_pk and given is None and self.name not in held_names()
-        # No holder has the lock of a row that names it by a primary key of its own; but one may
-        # have a path above it.
-        is_free = is_free and not self.fencing.spec.path
+        # No holder has the lock of a row that names it by a primary key of its own.
         return self if is_free else self.under(given)
 
     def _find(self, given: Lease | None) -> Lease | None:
