@@ -520,7 +520,7 @@ def test_the_page_has_every_action_state_and_level():
     page = REFERENCE / "operations.md"
     out = run_python("-m", "example_project", "manage", "fencedlock", "--help").stdout
     actions = {row[0] for row in _table(page, "| action | what it does | exit code |")}
-    assert actions == {"list", "show", "release", "doctor", "resync"}
+    assert actions == {"list", "show", "release", "trim", "doctor", "resync"}
     assert all(f"\n    {action}" in out for action in actions), out
     states = _table(page, "| state | the lock service says | the registry says |")
     assert {row[0] for row in states} == {str(state) for state in State}

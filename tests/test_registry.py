@@ -59,7 +59,9 @@ def test_permits_and_readers(backend, holders):
     # It waits in the service's queue, or leaves a note there.
     waiter = beside(lock("catalog").acquire, blocking_timeout=60)
     wait_until(lambda: try_reader() is None, "the writer")
-    assert [(each.name, each.of_kind, each.state) for each in listing().entries] == [
+    # Redis leaves the rows of released locks for a second.
+    held = [each for each in listing().entries if each.state is not State.FREE]
+    assert [(each.name, each.of_kind, each.state) for each in held] == [
         *[("catalog", "reader", State.HELD)] * 2,
         ("gpu [permit 2]", "permit 2 of 12, 2 used", State.HELD),
         ("gpu [permit 10]", "permit 10 of 12, 2 used", State.HELD),
