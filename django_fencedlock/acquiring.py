@@ -131,7 +131,7 @@ class Acquiring:
                 tried = aio.submit(aio.TRY, self.backend, trying)
                 if (held := await self._hand_over(tried, wait)) is not None:
                     return held
-                wait.held = once.held or wait.held
+                wait.held, wait.asked = once.held or wait.held, once.asked or wait.asked
                 await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.5)))
                 pause = min(LONGEST_PAUSE, pause * 1.5)
         await service.in_thread(tell_refused, clock() - wait.since, kind=aio.TRY)
@@ -150,7 +150,7 @@ class Acquiring:
     def _give_back_acquired(self, acquired: Future[T | None]) -> None:
         if acquired.exception() is None and (held := acquired.result()) is not None:
             give_back = held._control.give_back
-            aio.submit(aio.RELEASE, self.backend, give_back, held._all(), held.who)
+            aio.submit(aio.RELEASE, self.backend, give_back, held._open(), held.who)
 
     def _leave_block(
         self, block: object, kind: ErrorType, is_left: Callable[[OfHolder], bool]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import enum
 import math
@@ -278,6 +279,16 @@ def backend_class(path: str) -> Any:
     found = import_string(path)
     if not isinstance(found, type) or not hasattr(found, "supports_waiting"):
         raise TypeError(f"{path} isn't a lock backend")
+    return found
+
+
+def sharing_backends() -> list[str]:
+    """Return the backends of this package that have shared locks, and whose driver is there."""
+    found = []
+    for kind, path in BACKENDS.items():
+        with contextlib.suppress(ImportError, ImproperlyConfigured):
+            if backend_class(path).supports_shared:
+                found.append(kind)
     return found
 
 

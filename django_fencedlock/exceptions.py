@@ -45,7 +45,8 @@ class LockNotAcquired(FencedLockError):
     name: str
     alias: str
     holder: Holder | None
-    #: Of a set of locks: the holder of each that was taken, by name; None if it is unknown.
+    #: Of a set of locks, or of the permits of one: the holder of each that was taken, by name; None
+    #: if it is unknown.
     holders: dict[str, Holder | None] | None
 
 

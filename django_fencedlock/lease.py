@@ -68,12 +68,16 @@ class Holding(OfHolder):
     def _all(self) -> Leases:
         raise NotImplementedError
 
+    def _own(self) -> Leases:
+        """The leases without those that they release by themselves."""
+        return self._all()
+
     def _suspects(self) -> Leases:
         """The leases, first the one whose loss is the reason of the others'."""
         return self._all()
 
     def _open(self) -> Leases:
-        return [lease for lease in self._all() if lease.is_open()]
+        return [lease for lease in self._own() if lease.is_open()]
 
     def renew(self, ttl: Duration | None = None) -> None:
         """
@@ -202,13 +206,13 @@ class Holding(OfHolder):
 
     def enter(self) -> None:
         """Make the leases the innermost ones of the running context."""
-        for lease in self._all():
+        for lease in self._own():
             lease_context.enter(lease)
 
     def leave(self) -> None:
         """Take the leases out of the running context."""
         # The innermost first: it is found sooner.
-        for lease in reversed(self._all()):
+        for lease in reversed(self._own()):
             lease_context.leave(lease)
 
     def _require_open(self) -> None:
@@ -281,7 +285,9 @@ class Lease(Holding):
         self.deadline: float = since + grant.ttl
         #: Until when it may be renewed, on the local clock; the last ttl goes on beyond.
         self.renewed_until = since + (math.inf if max_hold is None else max_hold)
-        #: How many times it was entered and not yet left.
+        #: Of a path: the leases of the locks above its own, which it releases. The lowest first.
+        self.above: Leases = ()
+        #: How many times it was entered and not yet left; also by each path that is beneath it.
         self.entries = 1
         #: How many acquire()s returned it that neither a block nor a release has ended.
         self.to_release = 0
@@ -303,6 +309,12 @@ class Lease(Holding):
         self._interrupts: list[Callable[[Lease], object]] = []
 
     def _all(self) -> Leases:
+        return (self, *self.above)
+
+    def _suspects(self) -> Leases:
+        return (*self.above, self)
+
+    def _own(self) -> Leases:
         return (self,)
 
     @property
@@ -352,7 +364,8 @@ class Lease(Holding):
         """Seconds that are left, counted from before the grant was asked for."""
         if self.lost or self.released:
             return 0.0
-        return max(0.0, self.deadline - self._clock())
+        left = max(0.0, self.deadline - self._clock())
+        return min([left, *(each.remaining() for each in self.above)])
 
     def held_for(self) -> float:
         """Seconds since it was asked for and granted."""
@@ -378,6 +391,8 @@ class Lease(Holding):
             raise self.loss("it was released")
         if not self.is_of_this_process():
             raise self.loss(f"it belongs to the parent process {self._pid}; acquire it again")
+        for each in self.above:
+            each.check()
         if self.why_lost:
             raise self.loss()
         if self.expired:
@@ -390,11 +405,11 @@ class Lease(Holding):
     def verify(self) -> bool:
         """Ask the lock service whether this is still the holder; a refusal marks the lease lost."""
         forbid_in_event_loop("lease.verify()", "await lease.averify()")
-        return self.is_open() and self._control.verify(self)
+        return self.is_open() and all(map(self._control.verify, self._all()))
 
     async def averify(self) -> bool:
         """See verify()."""
-        return self.is_open() and await self._control.in_thread(self._control.verify, self)
+        return await self._control.in_thread(self.verify)
 
     def not_the_holder(self) -> NotTheHolder:
         """Return the error for other code that would release it while its holder runs."""

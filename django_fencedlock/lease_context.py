@@ -16,6 +16,9 @@ def find(name: str | None = None) -> Any:
         lease = found()
         if lease and (name is None or lease.name == name) and lease.is_open():
             return lease
+        for above in lease.above if lease and name else ():
+            if above.name == name and above.is_open():
+                return above
     return None
 
 

@@ -15,11 +15,10 @@ from . import conf
 from .acquiring import Acquiring, suspended_block
 from .backends.interface import Claim, Wait
 from .conf import UNSET, Unset
-from .core import aio, names
+from .core import aio, names, paths
 from .core.grants import new_claim
 from .core.identity import Holder, LocalHolder, OfHolder, current_holder
 from .core.manager import Service, service, services
-from .core.runtime import clock
 from .exceptions import FencedLockError
 from .lease import (
     Duration,
@@ -71,6 +70,10 @@ class Lock(Acquiring, Generic[L]):
         fenced: False for a lock that only saves work: no token, and no record in the database.
         shared: True for a reader's lock: readers share it, and exclude only an exclusive holder. A
             waiting exclusive holder stops new readers. Its lease covers no write of a fenced row.
+        path: True for a name of parts with slashes between, ``"warehouse/7/shelf/3"``. It excludes
+            the holders of all paths above and beneath: it shares a lock of its own for each
+            ancestor, ``"warehouse"`` and so on, and ``lease.atomic()`` checks the tokens of all. A
+            lock of the same name without ``path=True`` is another one.
         required: False for a block that runs without the lock, with None as its lease, if another
             holder has it. Else ``with`` raises `LockNotAcquired`.
         limit: How many holders may have it at a time, 1 to 1000, each by one of so many permits; or
@@ -81,7 +84,7 @@ class Lock(Acquiring, Generic[L]):
     """
 
     #: repr() shows them, also of an object whose __init__() has failed.
-    shared = False
+    shared = path = False
     limit: Limit = None
 
     @overload
@@ -94,6 +97,7 @@ class Lock(Acquiring, Generic[L]):
         backend: str = ...,
         fenced: bool = ...,
         shared: bool = ...,
+        path: bool = ...,
         required: Literal[True] = ...,
         limit: Limit = ...,
     ) -> None: ...
@@ -107,6 +111,7 @@ class Lock(Acquiring, Generic[L]):
         backend: str = ...,
         fenced: bool = ...,
         shared: bool = ...,
+        path: bool = ...,
         required: bool,
         limit: Limit = ...,
     ) -> None: ...
@@ -119,6 +124,7 @@ class Lock(Acquiring, Generic[L]):
         backend: str = conf.DEFAULT_ALIAS,
         fenced: bool = True,
         shared: bool = False,
+        path: bool = False,
         required: bool = True,
         limit: Limit = None,
         # A type checker rejects any other argument; at run time the error names it.
@@ -133,12 +139,21 @@ class Lock(Acquiring, Generic[L]):
             _forbid_bare(name)
         self.name = _validate(name) if type(name) is str else names.validate(name)
         super().__init__(ttl, blocking_timeout, backend, fenced, required)
-        self.shared = shared
+        self.shared, self.path = shared, path
         self.limit = limit
         self._check_kind()
 
     def _check_kind(self) -> None:
         """Raise for arguments that no kind of lock has, or that are of two kinds."""
+        if self.path and (self.shared or self.limit is not None):
+            other = "shared" if self.shared else "limit"
+            raise TypeError(
+                f"lock({self.name!r}) has path= and {other}=, which are two kinds of locks. Use "
+                "path=True for one holder that excludes others above and beneath, or "
+                f"{other}= for a plain name."
+            )
+        if self.path:
+            names.path_names(self.name)
         if self.limit is None:
             return
         if self.shared:
@@ -195,7 +210,8 @@ class Lock(Acquiring, Generic[L]):
         """
         Ask the lock service which holder has the lock; None if it is free.
 
-        With a limit: one of the holders if all permits are held; None if a permit is free.
+        With a limit: one of the holders if all permits are held; None if a permit is free. Of a
+        path: the holder of it, or of a path above or beneath it.
         """
         forbid_in_event_loop(f"lock({self.name!r})", "await {}.aholder()")
         return self._look_up()
@@ -205,9 +221,11 @@ class Lock(Acquiring, Generic[L]):
         return await self._service.in_thread(self._look_up, kind=aio.TRY)
 
     def _look_up(self) -> Holder | None:
-        if self.limit is None:
+        if self.limit is None and not self.path:
             return self._service.holder(self.name)
         claim = self._ask(self._service, False, UNSET)[0]
+        if self.path:
+            return paths.holder(self._service.grants, claim)
         return self._service.permits.holder(claim)
 
     def __enter__(self) -> L:
@@ -219,8 +237,7 @@ class Lock(Acquiring, Generic[L]):
             if lease is not None:
                 enter(lease)
             elif self.required:
-                waited = clock() - wait.since
-                raise control.refusal(claim, waited, wait.held)
+                raise control.refusal(claim, wait)
             self._entered.append((block, lease or OfHolder(who)))
             return cast(L, lease)
         except FencedLockError:
@@ -235,9 +252,7 @@ class Lock(Acquiring, Generic[L]):
         claim, who, wait = self._ask(self._service, True, UNSET)
         lease = await self._aacquire(claim, who, wait)
         if lease is None and self.required:
-            waited = clock() - wait.since
-            refusal = functools.partial(self._service.refusal, claim, waited, wait.held)
-            raise await self._service.in_thread(refusal, kind=aio.TRY)
+            raise await self._service.in_thread(self._service.refusal, claim, wait, kind=aio.TRY)
         self._entered.append((block, lease or OfHolder(who)))
         return cast(L, lease)
 
@@ -272,8 +287,8 @@ class Lock(Acquiring, Generic[L]):
 
     def __repr__(self) -> str:
         limit = "" if self.limit is None else f", limit={self.limit!r}"
-        shared = ", shared=True" if self.shared else ""
-        return f"lock({self.name!r}{limit}, backend={self.backend!r}{shared})"
+        kind = ", shared=True" if self.shared else ", path=True" if self.path else ""
+        return f"lock({self.name!r}{limit}, backend={self.backend!r}{kind})"
 
     if not TYPE_CHECKING:
 
@@ -305,6 +320,8 @@ class Lock(Acquiring, Generic[L]):
             )
 
     def _renamed(self: Lock[Lease], name: str) -> Lock[Lease]:
+        if self.path:
+            names.require_parts(name, self.name)
         found = copy.copy(self)
         found.name, found.pattern, found._entered = name, self.name, []
         return found
@@ -319,7 +336,8 @@ class Lock(Acquiring, Generic[L]):
         """Return a new claim of the code that runs here, its holder, and how long it waits."""
         wait = self._wait(control, blocking, blocking_timeout, cancel)
         ttl = self._ttl or control.config.ttl
-        claim = new_claim(self.name, ttl, self.fenced, shared=self.shared)
+        name = names.path_name(self.name) if self.path else self.name
+        claim = new_claim(name, ttl, self.fenced, shared=self.shared)
         if self.limit is not None:
             claim = claim._replace(permits=names.count_permits(self.name, self.limit))
         return claim, current_holder(), wait
@@ -332,9 +350,9 @@ class Lock(Acquiring, Generic[L]):
             acquire = functools.partial(control.acquire, claim, who=who, pattern=self.pattern)
 
             def tell_refused(waited: float) -> None:
-                control.tell_refused(self.name, self.pattern, waited, wait.held)
+                control.tell_refused(claim.name, self.pattern, waited, wait.held)
 
-            lease = await self._wait_async(self.name, wait, acquire, tell_refused)
+            lease = await self._wait_async(claim.name, wait, acquire, tell_refused)
         if lease is not None:
             enter(lease)
         return lease
@@ -357,7 +375,9 @@ def _unknown_argument(method: str, known: Sequence[str], given: str, *more: str)
     return TypeError(f"{method}() has no argument {given}. {hint}")
 
 
-_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "shared", "required", "limit")
+_ARGUMENTS = (
+    *("ttl", "blocking_timeout", "backend", "fenced", "shared", "path", "required", "limit"),
+)
 
 
 def _about_attribute(name: str, given: str) -> str:

@@ -139,6 +139,15 @@ def no_leases_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture
+def holders() -> Iterator[Any]:
+    # pytest imports this file before there are settings.
+    from tests.threads import Holders
+
+    with Holders() as found:
+        yield found
+
+
+@pytest.fixture
 def keep_connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep idle private connections, as outside of a test runner."""
     monkeypatch.setattr(sessions, "under_test", lambda: False)

@@ -45,6 +45,16 @@ class LedgerLine(FencedModel):
     amount = models.IntegerField(default=0)
 
 
+class Bin(FencedModel):
+    """Its lock is a path."""
+
+    fencing = Fencing("warehouse/{warehouse_id}/bin/{code}", path=True)
+
+    warehouse_id = models.IntegerField()
+    code = models.CharField(max_length=20, unique=True)
+    count = models.IntegerField(default=0)
+
+
 class Document(VersionedModel):
     text = models.CharField(max_length=50, default="")
 

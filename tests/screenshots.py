@@ -36,6 +36,11 @@ HELD = [
     ("shop.tasks.sync_catalog()", "worker-2", "shop.tasks.sync_catalog", 95),
     ("report:7", "web-1", "", 2),
 ]
+#: Permits and readers: name of the lock, its kind, host, task.
+SHARED = [
+    *[("encode", {"limit": 4}, f"worker-{n}", "video.tasks.encode") for n in (1, 2)],
+    *[("catalog", {"shared": True}, f"web-{n}", "") for n in (1, 2)],
+]
 PAUSED = ("billing.invoice:17", "worker-3", "billing.tasks.charge")
 
 
@@ -94,6 +99,7 @@ def _hold_locks(stack: contextlib.ExitStack) -> None:
     from django_fencedlock.core.grants import new_claim
     from django_fencedlock.core.manager import service
     from django_fencedlock.models import HeldLock, LockEvent
+    from django_fencedlock.test.processes import another_thread
 
     # The holder of this one doesn't renew it: it is paused.
     name, host, task = PAUSED
@@ -104,6 +110,11 @@ def _hold_locks(stack: contextlib.ExitStack) -> None:
         stack.callback(lease.release)
         since = timezone.now() - timedelta(seconds=seconds)
         HeldLock.objects.filter(name=name).update(acquired_at=since)
+    for name, kind, host, task in SHARED:
+        # Of one thread, they would be one lease.
+        thread = stack.enter_context(another_thread())
+        lease = thread.call(_as_holder, host, task, lock(name, **kind).acquire)
+        stack.callback(thread.call, lease.release)
     wait_until(lambda: LockEvent.objects.count() > len(HELD), "the history")
     time.sleep(1)  # The lease of the paused holder expires.
 
@@ -152,7 +163,8 @@ def _picture_admin(page: Browser, url: str, directory: Path) -> None:
     page.one("[type=submit]").click()
     page.wait(lambda page: page.all("#logout-form"), "the login")
     page.get(f"{url}/admin/django_fencedlock/heldlock/")
-    page.wait(lambda page: len(page.all("#result_list tbody tr")) == len(HELD) + 1, "the list")
+    count = len(HELD) + len(SHARED) + 1
+    page.wait(lambda page: len(page.all("#result_list tbody tr")) == count, "the list")
     _save(page, "#content", directory / "held_locks.png", width=WIDTH_OF_LIST)
     from django_fencedlock.models import HeldLock
 

@@ -69,6 +69,10 @@ def names(page):
     return page.run(f"return {every}.map((each) => each.textContent)")
 
 
+def box_of(page, name):
+    return page.one(f'.action-select[value="{HeldLock.objects.get(name=name).pk}"]')
+
+
 def refresh(page):
     page.run("document.dispatchEvent(new Event('visibilitychange'))")
 
@@ -225,7 +229,7 @@ def test_without_javascript(page):
     page.one("#result_list .field-lock_name a").click()
     assert "The lease has expired" in page.one("#content").text
     page.open()
-    page.one('.action-select[value="n:2"]').click()
+    box_of(page, "n:2").click()
     choose_action(page)
     page.one('button[value="release"]').click()
     assert "was released by force" in message(page).text
@@ -346,12 +350,32 @@ def message(page):
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
+def test_permits_and_readers(page, holders, width, dark):
+    permit = holders.permit(LONG, 10, 1000)
+    reader = holders.acquire(lock(LONG, shared=True))
+    holders.acquire(lock(LONG, shared=True))
+    page.show(width=width, dark=dark)
+    page.open()
+    is_fine(page)
+    for lease in (permit, reader):
+        row = HeldLock.objects.get(owner=lease.owner_id)
+        page.open(f"heldlock/{row.pk}/change/")
+        is_fine(page)
+    page.driver.find_element("partial link text", "RELEASE ALL READERS").click()
+    is_fine(page)
+    page.one('button[value="release"]').click()
+    assert "Further readers that lost it: 1." in message(page).text
+    assert permit.verify()
+    assert not reader.verify()
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
 def test_a_forced_release_by_mouse_from_the_list(page, width, dark):
     lease, other = lock(LONG).acquire(), lock("nightly").acquire()
     page.show(width=width, dark=dark)
     page.open()
     is_fine(page)
-    page.one(f'.action-select[value="{LONG}"]').click()
+    box_of(page, LONG).click()
     choose_action(page)
     assert LONG in page.one(".fencedlock-locks").text
     assert "nightly" not in page.one("#content").text

@@ -128,6 +128,39 @@ class TestList:
             2,
         )
 
+    def test_permits_and_readers(self, holders):
+        for number in (10, 1, 2):
+            holders.permit("gpu", number, 12)
+        # The limit was raised since.
+        HeldLock.objects.filter(name="gpu [permit 1]").update(permits=3)
+        HeldLock.objects.filter(name="gpu [permit 10]").update(expires_at=F("acquired_at"))
+        for _ in range(2):
+            holders.acquire(lock("catalog", shared=True))
+        # A waiting writer has no row, and the row that readers lock isn't a holder's.
+        assert lock("catalog").acquire(blocking=False) is None
+        with lock("gpu"):
+            out, _, _ = run("list")
+            found, _ = run_json("list")
+        head, *lines = out.splitlines()
+        at = head.index("KIND")
+        assert [(line.split("  ")[0], line[at:].split("  ")[0]) for line in lines] == [
+            *[("catalog", "reader")] * 2,
+            ("gpu", ""),
+            ("gpu [permit 1]", "permit 1 of 3, 2 used"),
+            ("gpu [permit 2]", "permit 2 of 12, 2 used"),
+            ("gpu [permit 10]", "permit 10 of 12, 2 used"),
+        ]
+        keys = "kind", "permit", "permits", "used"
+        assert [tuple(map(each.get, keys)) for each in found["locks"]] == [
+            *[("reader", None, None, None)] * 2,
+            ("exclusive", None, None, None),
+            *[("permit", 1, 3, 2), ("permit", 2, 12, 2), ("permit", 10, 12, 2)],
+        ]
+        holders.leave()
+        HeldLock.objects.all().delete()
+        with lock("a"):
+            assert "KIND" not in run("list")[0]
+
     def test_a_database_that_does_not_answer(self, settings, make_postgres, make_alias):
         server = make_postgres()
         database = make_alias(server.django())
@@ -187,6 +220,49 @@ class TestShow:
         assert [each["times"] for each in found["history"]] == [3, 1]
         assert datetime.fromisoformat(found["history"][0]["at"]) == now
 
+    def test_a_name_that_has_permits_alone(self, holders):
+        for number in (10, 2):
+            holder = holders.permit("gpu", number, 12).holder
+        out, _, code = run("show", "gpu")
+        found, _ = run_json("show", "gpu")
+        assert code == 0
+        assert out.startswith("There is no lock 'gpu', but it has permits.\n")
+        for line in (
+            "permits          2 of 12 used, alias 'default'\n",
+            f"  permit 2       held by {holder}\n  permit 10      held by {holder}\n",
+            "  free           1, 3-9, 11-12\n",
+        ):
+            assert line in out
+        assert "never granted" not in out
+        (permits,) = found["permits"]
+        assert list(permits["held"]) == ["gpu [permit 2]", "gpu [permit 10]"]
+        assert (permits["limit"], permits["free"][:2]) == (12, [1, 3])
+        assert "kind                permit 2 of 12\n" in run("show", "gpu [permit 2]")[0]
+        holders.leave()
+        out, _, code = run("show", "gpu")
+        assert code == 1
+        assert "permits          not held; granted so far: 2, 10\n" in out
+
+    def test_permits_of_an_unavailable_service(self, settings, make_redis):
+        server = make_redis()
+        settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
+        lease = lock("gpu", limit=2).acquire()
+        server.kill()
+        out, _, code = run("show", "gpu")
+        assert "permits          1 of 2 used, alias 'default'\n" in out
+        assert f"held by {lease.holder}" in out
+        assert "could not look up" in out
+        assert code == 0
+        service("default").drop_all()
+
+    def test_readers(self, holders):
+        for _ in range(2):
+            holders.acquire(lock("catalog", shared=True))
+        out, _, code = run("show", "catalog")
+        assert code == 0
+        assert "shared by 2: " in out
+        assert out.count("kind                reader\n") == 2
+
     def test_an_invalid_name(self):
         assert run("show", "")[1:] == ("A lock name can't be empty.", 2)
 
@@ -235,6 +311,40 @@ class TestRelease:
             lease.renew()
         found, code = run_json("release", "invoice:1", "--yes")
         assert (found["outcome"], found["done"], code) == ("not held", False, 1)
+
+    def test_a_permit(self, holders):
+        kept, lease = (holders.permit("gpu", number, 3) for number in (1, 2))
+        out, _, code = run("release", "gpu", "--yes")
+        assert code == 1
+        assert out == (
+            "Lock 'gpu' itself isn't held, but permits of it are: 'gpu [permit 1]', "
+            "'gpu [permit 2]'. Name the one to release: "
+            "manage.py fencedlock release 'gpu [permit 1]'\n"
+        )
+        assert (kept.verify(), lease.verify()) == (True, True)
+        assert run("release", "gpu [permit 2]", "--yes")[2] == 0
+        assert (kept.verify(), lease.verify()) == (True, False)
+        holders.leave()
+        out, _, code = run("release", "gpu", "--yes")
+        assert (out, code) == ("Lock 'gpu' is free: there is nothing to release.\n", 1)
+
+    def test_readers(self, holders):
+        leases = [holders.acquire(lock("catalog", shared=True)) for _ in range(3)]
+        owner = leases[0].owner_id
+        out = run("release", "catalog", "--owner", owner, stdin=Terminal("n\n"))[0]
+        assert "is held by 3 readers.\nThis takes it from 1 of them:\n" in out
+        assert f", owner id {owner}\nThe fence is raised first: transactions under the" in out
+        assert run("release", "catalog", "--owner", owner, "--yes")[2] == 0
+        assert [each.verify() for each in leases] == [False, True, True]
+        out, _, code = run("release", "catalog", stdin=Terminal("y\n"))
+        assert code == 0
+        assert "is held by 2 readers.\nThis takes it from all of them:\n" in out
+        assert all(f", owner id {each.owner_id}\n" in out for each in leases[1:])
+        assert "Further readers that lost it: 1." in out
+        assert not any(each.verify() for each in leases)
+        leases = [holders.acquire(lock("catalog", shared=True))]
+        out = run("release", "catalog", stdin=Terminal("n\n"))[0]
+        assert "is held by one reader.\n  " in out
 
     def test_only_the_holder_that_was_named_or_shown_loses_it(self):
         with lock("invoice:1"):
@@ -410,7 +520,7 @@ def test_the_page_has_every_action_state_and_level():
     page = REFERENCE / "operations.md"
     out = run_python("-m", "example_project", "manage", "fencedlock", "--help").stdout
     actions = {row[0] for row in _table(page, "| action | what it does | exit code |")}
-    assert actions == {"list", "show", "release", "doctor", "resync"}
+    assert actions == {"list", "show", "release", "trim", "doctor", "resync"}
     assert all(f"\n    {action}" in out for action in actions), out
     states = _table(page, "| state | the lock service says | the registry says |")
     assert {row[0] for row in states} == {str(state) for state in State}

@@ -19,6 +19,7 @@ from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.connections import ConnectionPool, private, time_limited
 from django_fencedlock.storage.vendors import LEDGERS
 from tests.failing import raising
+from tests.scripts import run_python
 from tests.servers.process import wait_until
 from tests.threads import at_once
 
@@ -349,6 +350,49 @@ def test_a_child_after_fork_leaves_the_parents_session_alone():
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert shared.run(session_of) == before
+
+
+@pytest.mark.slow
+def test_a_child_after_fork_loses_no_grant_on_sqlite(tmp_path):
+    """Another process closes the file and deletes the log, unless the child has locks on it."""
+    told = run_python(
+        code="""
+            import os
+            import django
+            django.setup()
+            from django.core.management import call_command
+            from django.db import connections
+            from django_fencedlock import lock
+            from django_fencedlock.core.manager import service
+
+            def token():
+                with lock("x") as lease:
+                    return lease.token
+
+            call_command("migrate", "django_fencedlock", verbosity=0)
+            connections.close_all()
+            assert token() == 1
+            child, parent = os.pipe(), os.pipe()
+            if not os.fork():
+                assert token() == 2
+                os.write(child[1], b"1")
+                os.read(parent[0], 1)
+                assert token() == 3
+                os.write(child[1], b"2")
+                os.read(parent[0], 1)
+                os._exit(0)
+            os.read(child[0], 1)
+            service("default").keeper.clear()
+            service("default").backend.close()
+            os.write(parent[1], b"1")
+            os.read(child[0], 1)
+            print(token())
+            os.write(parent[1], b"2")
+        """,
+        DJANGO_SETTINGS_MODULE="tests.settings",
+        FENCEDLOCK_TEST_SQLITE=str(tmp_path / "db.sqlite3"),
+    )
+    assert told.stdout == "4\n"
 
 
 class Meanwhile(float):

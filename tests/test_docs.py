@@ -27,6 +27,7 @@ from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.celery.policy import TERMS, Policy, Skip
 from django_fencedlock.core.identity import Holder
 from django_fencedlock.lease import Lease
+from django_fencedlock.lock_sets import LeaseSet, LockSet
 from django_fencedlock.locks import Lock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -191,6 +192,9 @@ def test_options_in_the_settings_tables(name: str) -> None:
     assert set(table) == backend.option_names
 
     modules = [importlib.import_module(each.__module__) for each in reversed(backend.__mro__)]
+    package = sys.modules[backend.__module__.rpartition(".")[0]]
+    if package.__name__ != "django_fencedlock.backends":
+        modules += [each for each in vars(package).values() if isinstance(each, types.ModuleType)]
     constants = {key: value for each in [conf, *modules] for key, value in vars(each).items()}
     numbers = {key: float(value) for key, value in table.items() if value.isdigit()}
     assert numbers == {key: constants[key] for key in numbers}
@@ -279,7 +283,9 @@ def test_the_errors_of_the_api_page_can_be_imported_at_the_top() -> None:
     ("kind", "head"),
     [
         (Lock, "| name | what it does |"),
+        (LockSet, "| name | what it does |"),
         (Lease, "| name | what it is |"),
+        (LeaseSet, "| name | what it is |"),
         (Holder, "| name | what it is |"),
     ],
 )

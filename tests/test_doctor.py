@@ -66,7 +66,7 @@ HEALTHY = [
 
 
 @pytest.mark.parametrize(("backend", "database"), HEALTHY)
-def test_a_healthy_alias_is_reported_and_only_its_fence_remains(
+def test_a_healthy_alias_is_reported_and_only_its_fences_remain(
     settings, redis_server, postgres, backend, database, monkeypatch
 ):
     monkeypatch.setattr(doctor, "SLOW", 5.0)
@@ -76,17 +76,19 @@ def test_a_healthy_alias_is_reported_and_only_its_fence_remains(
     for _ in range(2):
         reports = examine(settings, BACKEND=backend, FENCE_DATABASE=database, **location)
         words = told(reports, Level.OK)
-        for step in ("Round trip", "Acquires", "second owner", "renews", "Hands over", "releases"):
+        steps = ["Round trip", "Acquires a lock", "second owner", "renews", "permit"]
+        for step in (*steps, "two readers", "Hands over", "releases"):
             assert step in words, told(reports)
         assert told(reports, Level.ERROR) == ""
         # The servers of the tests keep nothing safe; and one model of theirs has a bad collation.
         for line in told(reports, Level.WARNING).splitlines():
             assert "fsync" in line or "innodb_flush_log_at_trx_commit" in line or "W026" in line
     assert list(HeldLock.objects.using(database)) == []
-    (fence,) = Fence.objects.using(database)
-    assert fence.name == "django_fencedlock.doctor:default"
+    names = Fence.objects.using(database).order_by("name").values_list("name", flat=True)
+    mine = "django_fencedlock.doctor:default"
+    assert sorted(names) == [mine, f"{mine} [permit 1]", f"{mine}:readers"]
     keys = redis_server.execute("KEYS", "*")
-    assert [key for key in keys if not key.endswith(":seq")] == []
+    assert [key for key in keys if ":seq" not in key] == []
     wait_until(lambda: sessions_of_locks(postgres) <= sessions, "the doctor's sessions to end")
     assert not portrait("django_fencedlock.doctor:default").is_held
 
@@ -150,7 +152,13 @@ class TestServices:
 
     @pytest.mark.parametrize(
         ("backend", "message"),
-        [("ForAnybody", "Two owners hold one lock"), ("OneToken", "tokens must rise")],
+        [
+            ("ForAnybody", "Two owners hold one lock"),
+            ("OneToken", "tokens must rise"),
+            ("PermitsForAnybody", "Two owners hold one permit"),
+            ("ReadersBesideWriters", "A reader (shared=True) got a lock that is held exclusively"),
+            ("OneReader", "Two readers (shared=True) can't share a free lock"),
+        ],
     )
     def test_a_service_that_does_not_exclude(self, settings, backend, message):
         reports = examine(settings, BACKEND=f"{__name__}.{backend}")
@@ -367,6 +375,21 @@ class ForAnybody(DatabaseBackend):
     def acquire(self, claim, wait):
         ForAnybody.tokens += 1
         return Granted(ForAnybody.tokens, clock())
+
+
+class PermitsForAnybody(DatabaseBackend):
+    def acquire(self, claim, wait):
+        return Granted(1, clock()) if claim.permits else super().acquire(claim, wait)
+
+
+class ReadersBesideWriters(DatabaseBackend):
+    def acquire(self, claim, wait):
+        return Granted(1, clock()) if claim.shared else super().acquire(claim, wait)
+
+
+class OneReader(DatabaseBackend):
+    def acquire(self, claim, wait):
+        return super().acquire(claim._replace(shared=False), wait)
 
 
 class OneToken(DatabaseBackend):

@@ -20,7 +20,7 @@ from django_fencedlock.exceptions import StaleFence
 from django_fencedlock.models import Fence, FencedModel
 from django_fencedlock.test import hold_lock
 from tests.backends import REDIS
-from tests.models import Account, Contract, Invoice, Label, LedgerLine, Rebate, Ticket
+from tests.models import Account, Bin, Contract, Invoice, Label, LedgerLine, Rebate, Ticket
 from tests.test_write_paths import Everything
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.urls("tests.test_fenced_admin")]
@@ -33,7 +33,7 @@ class InvoiceAdmin(FencedModelAdmin):
     fields = ("amount", "note")
 
 
-@admin.register(Contract, Label, LedgerLine, Ticket, site=site)
+@admin.register(Bin, Contract, Label, LedgerLine, Ticket, site=site)
 class OtherAdmin(FencedModelAdmin):
     pass
 
@@ -102,6 +102,33 @@ def test_a_change_is_made_under_the_rows_lock(browser: Client, invoice: Invoice)
     assert answer.status_code == 302
     invoice.refresh_from_db()
     assert (invoice.amount, invoice.fence) == (5, 1)
+
+
+@pytest.mark.usefixtures("atomic_requests")
+def test_a_row_whose_lock_is_a_path(browser: Client) -> None:
+    form = {"warehouse_id": 7, "code": "a", "count": 1}
+    with hold_lock("warehouse/7", path=True):
+        answer = browser.post("/admin/tests/bin/add/", form)
+        assert "is being processed by" in answer.content.decode()
+    assert browser.post("/admin/tests/bin/add/", form).status_code == 302
+    row = Bin.objects.get()
+    answer = browser.post(url(row), {**opened(browser, row), "count": 5})
+    assert answer.status_code == 302
+    row.refresh_from_db()
+    assert (row.count, row.fence) == (5, 2)
+    with hold_lock("warehouse", path=True):
+        answer = browser.post(url(row), {**opened(browser, row), "count": 6})
+        assert "is being processed by" in answer.content.decode()
+    browser.post(url(row, "delete"), {**opened(browser, row, "delete"), "post": "yes"})
+    assert not Bin.objects.exists()
+
+
+def test_rows_whose_locks_are_paths_are_deleted_together(browser: Client) -> None:
+    form = {"warehouse_id": 7, "count": 1}
+    for code in "abc":
+        browser.post("/admin/tests/bin/add/", {**form, "code": code})
+    browser.post("/admin/tests/bin/", selected(browser, list(Bin.objects.all())))
+    assert not Bin.objects.exists()
 
 
 def test_a_held_row_is_reported_and_typed_values_stay(browser: Client, invoice: Invoice) -> None:

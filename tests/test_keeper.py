@@ -46,6 +46,9 @@ class Service:
         self.released.append(grant)
         return True
 
+    def release_all(self, grants):
+        return [self.release(tuple(grants))]
+
 
 class Registry:
     def __init__(self) -> None:
@@ -218,6 +221,24 @@ def test_a_doubt_is_released_again_and_again_for_a_minute(keeper, service, clock
     assert DOUBTED <= times[-1] < 2 * DOUBTED
     # A backend whose session outlives its locks keeps the session meanwhile.
     assert service.batches == [0] * len(times)
+
+
+def test_doubts_of_one_owner_take_one_place_and_one_request(keeper, service, monkeypatch):
+    monkeypatch.setattr("django_fencedlock.core.keeper.MAX_DOUBTS", 2)
+    asked = [Grant(f"gpu [permit {number}]", "a") for number in range(1, 1001)]
+    keeper.doubt(*asked)
+    other, third = Grant("x", "b"), Grant("x", "c")
+    keeper.doubt(other)
+    keeper.doubt(third)
+    keeper.after(1)
+    assert service.released == [tuple(asked), other]
+    # The owner has got one of them.
+    keeper.trust("a", asked[7].name)
+    keeper.trust("b", "x")
+    keeper.doubt(third)
+    service.released.clear()
+    keeper.after(5)
+    assert service.released == [tuple(asked[:7] + asked[8:]), third]
 
 
 def test_doubts_of_a_node_that_is_away_do_not_keep_those_of_another(keeper, service, clock):

@@ -217,8 +217,11 @@ class TestAcquiring:
         assert text.startswith("All 2 permits of lock 'gpu' are held, by ")
         assert all(each in text for each in holders)
         assert "Waited 0." in text or "Waited 1." in text
-        assert (caught.value.name, caught.value.alias) == ("gpu", "default")
-        assert caught.value.holder.owner_id in {lease.owner_id for _, lease in held}
+        error = caught.value
+        assert (error.name, error.alias) == ("gpu", "default")
+        owners = {lease.name: lease.owner_id for _, lease in held}
+        assert error.holder.owner_id in owners.values()
+        assert {name: holder.owner_id for name, holder in error.holders.items()} == owners
 
     def test_an_async_refusal_names_the_holders(self):
         async def main():
@@ -638,7 +641,31 @@ class TestServiceThatFindsAPermit:
         monkeypatch.setattr(random, "randint", lambda low, high: 1)
         with pytest.raises(BackendUnavailable):
             self.acquire(control, 3)
-        assert {name for _, name in control.keeper.doubts} == {*names("gpu", 3)}
+        ((asked, _),) = control.keeper.doubts.values()
+        assert set(asked) == {*names("gpu", 3)}
+
+    def test_an_interrupted_acquire_of_any_permit_is_released_in_one_request(
+        self, control, monkeypatch
+    ):
+        self.acquire(control, 1)
+        released = []
+
+        def interrupt(self, claims, wait):
+            assert isinstance(self.acquire(claims[1], Wait()), Granted)
+            raise KeyboardInterrupt
+
+        def release_all(self, grants):
+            released.append([each.name for each in grants])
+            return [self.release(each) for each in grants]
+
+        monkeypatch.setattr(AnyBackend, "acquire_any", interrupt)
+        monkeypatch.setattr(AnyBackend, "release_all", release_all)
+        monkeypatch.setattr(random, "randint", lambda low, high: 1)
+        with pytest.raises(KeyboardInterrupt):
+            control.acquire(new_claim("gpu", 30)._replace(permits=3))
+        assert released == [names("gpu", 3)]
+        assert not control.backend.holders([permit_name("gpu", 2)])
+        assert len(control.keeper.doubts) == 1
 
 
 def test_a_wait_does_not_keep_the_holder_alive(on, monkeypatch):
@@ -661,7 +688,7 @@ def test_one_owners_doubts_of_two_permits_are_both_released(on):
     without_threads(control.keeper)
     control.keeper.doubt(Grant(permit_name("gpu", 1), "owner"))
     control.keeper.doubt(Grant(permit_name("gpu", 2), "owner"))
-    assert len(control.keeper.doubts) == 2
+    assert list(control.keeper.doubts["owner"][0]) == names("gpu", 2)
     control.keeper.doubts.clear()
 
 

@@ -59,6 +59,16 @@ def test_acquired_locks_and_conflicts(registry):
     assert read(registry, "fencedlock_wait_seconds_sum", **waits) > 0.2
 
 
+def test_all_permits_count_for_their_lock(registry):
+    """As refusals do, which no permit has."""
+    with pytest.raises(LeaseLost), lock("gpu:7", limit=1) as lease:
+        elsewhere(lock("gpu:7", limit=1).acquire, blocking=False)
+        force_release(lease.name, by="a test")
+    for name in ("acquisitions", "conflicts", "forced_releases"):
+        assert read(registry, f"fencedlock_{name}_total", pattern="gpu:*")
+    assert "permit" not in generate_latest(registry).decode()
+
+
 def test_the_alias_of_a_service_with_queues_is_a_label(registry, settings, shared_etcd):
     shared_etcd.empty()
     settings.FENCEDLOCK = {"default": {}, "queues": {"BACKEND": ETCD, "LOCATION": shared_etcd.url}}
@@ -289,6 +299,8 @@ def test_the_alert_rules_ask_for_what_is_exported(registry):
         ("backup2026", "backup*"),
         ("upload:01ARZ3NDEKTSV4RRFFQ69G5FAV", "upload:*"),
         ("konto:ärger٣", "konto:ärger٣"),
+        ("gpu [permit 2]", "gpu"),
+        ("account:7 [permit 1000]", "account:*"),
     ],
 )
 def test_the_parts_that_differ_by_row_become_a_star(name, pattern):
@@ -300,6 +312,7 @@ def test_a_function_decides_before_the_template_and_the_template_before_the_rule
     patterns = Patterns(lambda name, template: template.upper() or None)
     assert patterns.of("stock:A-1", "stock:{sku}") == "STOCK:{SKU}"
     assert patterns.of("stock:1") == "stock:*"
+    assert Patterns(lambda name, template: name).of("stock:1 [permit 3]") == "stock:1"
     patterns = Patterns(most=2)
     assert {patterns.of(f"{letter}:1") for letter in "abcdefg"} == {"a:*", "b:*", OTHER}
     assert patterns.of("a:2") == "a:*"

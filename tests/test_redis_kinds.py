@@ -541,6 +541,34 @@ def test_a_shared_lock_lives_as_long_as_its_last_reader(backend, redis):
     assert 9000 < redis.pttl(lock) <= 10_000
 
 
+def test_a_look_up_finds_each_reader_with_the_end_of_its_lease(backend, server):
+    ends = {take(backend, reader(NAME, ttl=ttl)).owner: ttl for ttl in (5, 20, 10)}
+    writer = take(backend, fenced("other"))
+    backend.holders([NAME])
+    with server.monitor() as seen:
+        found = backend.holders([NAME, "free", "other"])
+    assert sent_by(seen) == ["EVALSHA"]
+    held = found[NAME]
+    readers = (held, *held.others)
+    assert {each.owner for each in readers} == set(ends)
+    for each in readers:
+        assert each.shared
+        assert ends[each.owner] - 1 < each.expires_in <= ends[each.owner]
+        assert each.token is None
+    assert (found["other"].owner, found["other"].shared) == (writer.owner, False)
+    assert set(found) == {NAME, "other"}
+
+
+def test_a_refusal_says_that_it_was_a_reader(backend):
+    (held,) = readers_of(backend, 1)
+    answer = backend.acquire(fenced(NAME), Wait())
+    assert (answer.owner, answer.shared) == (held.owner, True)
+    backend.release(held)
+    unfenced = take(backend, mine())
+    assert not backend.acquire(reader(NAME), Wait()).shared
+    backend.release(unfenced)
+
+
 def test_readers_and_others_are_renewed_in_one_batch(backend, server):
     writer, held = take(backend, fenced("other")), readers_of(backend, 3)
     backend.release(held[1])

@@ -18,6 +18,7 @@ from django_fencedlock.ops.registry import State, listing, portrait
 from django_fencedlock.storage.connections import time_limited
 from django_fencedlock.test.processes import wait_until
 from tests.backends import REDIS
+from tests.threads import beside
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 
@@ -43,6 +44,50 @@ def test_held_and_expiring_and_everything_about_it(backend):
         assert one.holder == str(lease.holder)
         assert 0 <= one.held_for < 20 < one.remaining <= 30
         assert one.acquired_at.utcoffset() == timedelta(0)
+
+
+def try_reader():
+    if lease := lock("catalog", shared=True).acquire(blocking=False):
+        lease.release()
+    return lease
+
+
+def test_permits_and_readers(backend, holders):
+    for number in (10, 2):
+        holders.permit("gpu", number, 12)
+    readers = [holders.acquire(lock("catalog", shared=True)) for _ in range(2)]
+    # It waits in the service's queue, or leaves a note there.
+    waiter = beside(lock("catalog").acquire, blocking_timeout=60)
+    wait_until(lambda: try_reader() is None, "the writer")
+    # Redis leaves the rows of released locks for a second.
+    held = [each for each in listing().entries if each.state is not State.FREE]
+    assert [(each.name, each.of_kind, each.state) for each in held] == [
+        *[("catalog", "reader", State.HELD)] * 2,
+        ("gpu [permit 2]", "permit 2 of 12, 2 used", State.HELD),
+        ("gpu [permit 10]", "permit 10 of 12, 2 used", State.HELD),
+    ]
+    (permits,) = portrait("gpu").permits
+    assert list(permits.held) == ["gpu [permit 2]", "gpu [permit 10]"]
+    assert permits.free == [1, *range(3, 10), 11, 12]
+    (asked,) = portrait("catalog").services
+    assert {asked.holder.owner_id, asked.others[0].owner_id} == {each.owner_id for each in readers}
+    holders.leave()
+    waiter.result(60).release()
+
+
+def test_the_other_readers_do_not_take_the_lock_from_an_expired_one(backend, holders):
+    one, two = (holders.acquire(lock("catalog", shared=True)) for _ in range(2))
+    service("default").keeper.forget(one)
+    service("default").backend.release(one.grant)
+    past = {"expires_at": F("expires_at") - timedelta(hours=1)}
+    if not rows(backend).filter(owner=one.owner_id).update(**past):
+        # The release has deleted the row.
+        row = rows(backend).get(owner=two.owner_id)
+        row.pk, row.slot, row.owner, row.expires_at = 1, *[one.owner_id] * 2, row.acquired_at
+        row.save(using=rows(backend).db, force_insert=True)
+    found = {each.owner: each.state for each in listing().entries}
+    assert found == {one.owner_id: State.EXPIRED, two.owner_id: State.HELD}
+    rows(backend).filter(owner=one.owner_id).delete()
 
 
 def test_a_lock_past_its_ttl_is_expired_until_the_next_grant(backend, redis_server):

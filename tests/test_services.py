@@ -217,7 +217,7 @@ class TestASlowAnswer:
         now.now += 10
         keeping = beside(scripted.keeper.tick)
         assert under_way.wait(20)
-        releasing = beside(scripted.release, lease, lease.who)
+        releasing = beside(scripted.release, [lease], lease.who)
         # It may not have come as far as that, and then this says less; it never fails for nothing.
         wait([releasing], 0.1)
         assert "release" not in backend.calls

@@ -91,6 +91,14 @@ class TestStub(SharedContract):
             yield
 
     # No other process sees it.
+
+    @pytest.fixture
+    def process(self):
+        with another_thread() as thread:
+            yield thread
+
+    test_a_path_of_a_killed_process_is_free_before_its_ttl = None
+    test_random_paths_of_eight_processes = None
     test_another_process_shares_and_is_excluded = None
     test_readers_and_writers_of_several_processes = None
     test_the_lease_of_a_dead_reader_ends_alone = None

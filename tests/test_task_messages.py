@@ -189,7 +189,7 @@ def test_of_a_class_without_a_name():
         ({"on_conflct": "skip"}, "Did you mean 'on_conflict'?"),
         (
             {"zzz": 3},
-            "Arguments: on_conflict, blocking_timeout, ttl, backend, max_hold, fenced and 6 more.",
+            "Arguments: on_conflict, blocking_timeout, ttl, backend, max_hold, fenced and 8 more.",
         ),
     ],
 )

@@ -125,6 +125,27 @@ class Grants:
         async with lock("invoice:42") as lease:
             assert lease.token == held.token + 1
 
+    def test_acquire_fails_at_once_if_hold_lock_has_all_permits(self):
+        started = time.monotonic()
+        with hold_lock("gpu", limit=2) as held:
+            with lock("gpu", limit=2) as lease:
+                assert {held.name, lease.name} == {"gpu [permit 1]", "gpu [permit 2]"}
+            with hold_lock("gpu", limit=lambda: 2) as other:
+                with pytest.raises(LockNotAcquired, match="All 2 permits") as caught:
+                    lock("gpu", limit=2, blocking_timeout=60).__enter__()
+                assert set(caught.value.holders) == {held.name, other.name}
+                with pytest.raises(LockNotAcquired, match="All 2 permits"):
+                    hold_lock("gpu", limit=2).__enter__()
+                with lock("gpu"):
+                    pass
+        assert time.monotonic() - started < 30
+
+    def test_hold_lock_rejects_what_lock_rejects(self):
+        with pytest.raises(TypeError, match="two kinds of locks"):
+            hold_lock("gpu", limit=2, shared=True)
+        with pytest.raises(ValueError, match="It must be from 1 to 1000"):
+            hold_lock("gpu", limit=0)
+
     def test_hold_lock_fails_if_the_lock_is_held(self):
         with lock("invoice:42"), pytest.raises(LockNotAcquired):
             hold_lock("invoice:42").__enter__()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from django.contrib.auth.models import User
@@ -16,8 +17,9 @@ from django.utils import timezone, translation
 
 import django_fencedlock
 from django_fencedlock import LeaseLost, exceptions, lock
-from django_fencedlock.admin import FenceAdmin, HeldLockAdmin, LockEventAdmin
+from django_fencedlock.admin import FenceAdmin, HeldLockAdmin, LockEventAdmin, locks
 from django_fencedlock.admin.base import translated
+from django_fencedlock.admin.kinds import KINDS
 from django_fencedlock.admin.locks import STATES
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 from tests.models import Document
@@ -29,7 +31,7 @@ PACKAGE = Path(django_fencedlock.__file__).parent
 BEGIN, END = "\N{LEFT WHITE SQUARE BRACKET}", "\N{RIGHT WHITE SQUARE BRACKET}"
 WORD = r"[^\W\d_]{2,}"
 #: Data of processes, aliases and backends, a unit, and one text of Django's own: not translated.
-DATA = {"pid", "thread", "MainThread", "default", "database", "admin", "min", "True"}
+DATA = {"pid", "thread", "MainThread", "default", "database", "admin", "min", "True", "permit"}
 DATA |= set(re.findall(WORD, socket.gethostname()))
 LIST = "/admin/django_fencedlock/heldlock/"
 
@@ -86,6 +88,13 @@ def test_missing_brackets_are_found(browser: Client) -> None:
 
 def test_pages_of_locks(see: Callable[..., None]) -> None:
     see(LIST)
+    with lock("q3", limit=2), lock("q4", shared=True):
+        see(LIST)
+        for row in HeldLock.objects.all():
+            see(f"{LIST}{row.pk}/change/")
+            see(f"{LIST}release/?name={row.name}")
+        with mock.patch.object(locks, "MAX_LOCKS", 0):
+            see(f"{LIST}release/?name=q4")
     with lock("q1", ttl=60), lock("q2", fenced=False):
         LockEvent.objects.create(
             name="q1", kind="rejected", happened_at=timezone.now(), times=2, token=1
@@ -133,7 +142,8 @@ def test_messages_about_rows_that_were_changed_are_marked(browser: Client, marke
 
 
 def test_states_columns_and_models_are_marked(marked: None) -> None:
-    for text in (*sum(STATES.values(), ()), *LockEvent.Kind.labels):
+    kinds = [name for name, _rows in KINDS.values()]
+    for text in (*sum(STATES.values(), ()), *kinds, *LockEvent.Kind.labels):
         assert str(text).startswith(BEGIN), text
     for model in (Fence, HeldLock, LockEvent):
         assert str(model._meta.verbose_name).startswith(BEGIN), model

@@ -16,7 +16,7 @@ from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import unquote
 from django.core.checks import CheckMessage
 from django.core.exceptions import ValidationError
-from django.db import router, transaction
+from django.db import connections, router, transaction
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import SimpleTemplateResponse
@@ -29,11 +29,13 @@ from django.utils.translation import gettext_lazy
 
 from ..checks import inlines_of
 from ..checks import messages as messages_of
+from ..core.names import is_path
 from ..exceptions import FencedLockError, InsideTransaction, LockNotAcquired
 from ..forms import CHANGED, VersionedModelForm
-from ..lease import current_lease
+from ..lease import Lease, current_lease
 from ..models import FencedModel, FencedQuerySet, VersionedModel
 from ..problems import Problem
+from ..storage.fenced_atomic import grant_of, is_pinned
 from .base import outside_transactions, translated
 
 #: The input that has the fences and versions of the rows that a page shows.
@@ -301,9 +303,14 @@ def _locked(rows: Iterable[Any]) -> Iterator[contextlib.ExitStack]:
             named = {row.fencing.name(): row for row in rows if isinstance(row, FencedModel)}
             # Sorted: two users who select the same rows must not each acquire a part of the locks.
             # A row whose lock has no name is left to the write, which is rejected.
-            for name in sorted(filter(None, named)):
-                _hold(stack, named[name])
-            yield stack
+            held = [_hold(stack, named[name]) for name in sorted(filter(None, named))]
+            # After all locks: SQLite acquires none within a transaction. Its COMMIT may fail.
+            with contextlib.ExitStack() as within:
+                for lease in held:
+                    used = connections[lease.database]
+                    if is_path(lease.name) and not is_pinned(used, grant_of(lease)):
+                        within.enter_context(lease.atomic())
+                yield stack
             is_done = True
     except FencedLockError as exc:
         if is_done:
@@ -311,9 +318,9 @@ def _locked(rows: Iterable[Any]) -> Iterator[contextlib.ExitStack]:
         raise _NotSaved(_("Nothing was saved: %(why)s") % {"why": translated(exc)}) from exc
 
 
-def _hold(locks: contextlib.ExitStack, row: FencedModel) -> None:
+def _hold(locks: contextlib.ExitStack, row: FencedModel) -> Lease:
     try:
-        locks.enter_context(row.fencing.lock(blocking_timeout=0))
+        return locks.enter_context(row.fencing.lock(blocking_timeout=0))
     except LockNotAcquired as exc:
         raise _NotSaved(_held(row, exc)) from exc
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, cast
 
 from django.contrib import admin, messages
@@ -23,7 +25,7 @@ from ..core.runtime import clock
 from ..models import Fence, HeldLock, LockEvent
 from ..ops.force_release import Outcome, consequences, force_release
 from ..ops.registry import State, duration, entries, history
-from ..storage.text import show_blanks
+from ..storage.text import for_shell, show_blanks
 from .base import (
     EMPTY,
     DatabaseFilter,
@@ -35,6 +37,7 @@ from .base import (
     time_column,
     translated,
 )
+from .kinds import BY_NUMBER, Family, KindFilter, described, of_same_lock
 
 #: The name and the explanation of each state.
 STATES = {
@@ -126,12 +129,13 @@ class HeldLockAdmin(ReadOnlyAdmin):
 
     actions = ("release_by_force",)
     list_display = (
-        *("lock_name", "state", "holder", "service", "token_number", "held_for"),
-        *("lease_left", "waiting", "rejected"),
+        *("lock_name", "state", "kind", "holder", "service", "token_number"),
+        *("held_for", "lease_left", "waiting", "rejected"),
     )
     list_filter = (
         DatabaseFilter,
         StateFilter,
+        KindFilter,
         *[(field, ExistingValuesFilter) for field in ("backend", "alias", "task_name", "host")],
     )
     search_fields = ("name", "task_id", "host")
@@ -140,7 +144,10 @@ class HeldLockAdmin(ReadOnlyAdmin):
     list_max_show_all = 0
     # Each count would ask all lock services.
     show_facets = admin.ShowFacets.NEVER
-    _summary = ("lock_name", "state_explained", "token_number", "lease_left", "waiting", "rejected")
+    _summary = (
+        *("lock_name", "state_explained", "kind", "token_number", "lease_left"),
+        *("waiting", "rejected"),
+    )
     fieldsets = (
         (None, {"fields": _summary}),
         (_("Holder"), {"fields": ("task_name", "task_id", "host", "pid", "thread")}),
@@ -169,12 +176,35 @@ class HeldLockAdmin(ReadOnlyAdmin):
         if row is not None:
             names = dict(LockEvent.Kind.choices)
             context["events"] = [(e, names[e["kind"]]) for e in history(row._state.db, row.name)]
+            if (others := of_same_lock(row, self.get_queryset(request))) is not None:
+                shown = [each for each in others if self.has_view_permission(request, each)]
+                context["family"] = Family(row.entry, with_entries(shown, {}))
+                context["family_cells"] = [self._family_cells(each) for each in shown]
             if self.has_release_permission(request):
                 reader = {"slot": row.slot} if row.slot else {}
                 context["release_url"] = self.url(request, "release", name=row.name, **reader)
+                if row.slot:
+                    context["release_all_url"] = self.url(request, "release", name=row.name)
         return super().render_change_form(request, context, *args, **kwargs)
 
+    def _family_cells(self, row: Any) -> dict[str, Any]:
+        return {
+            "row": row,
+            "entry": row.entry,
+            "url": page_url(self, "change", row._state.db, str(row.pk)),
+            "state": self.state(row),
+            "held_for": duration(row.entry.held_for),
+        }
+
     # Columns
+
+    @admin.display(description=_("lock name"), ordering=BY_NUMBER)
+    def lock_name(self, row: Any) -> str:
+        return show_blanks(row.name)
+
+    @column(_("kind"))
+    def kind(self, row: Any) -> Any:
+        return described(row.entry) or EMPTY
 
     @admin.display(description=_("state"), ordering="expires_at")
     def state(self, row: Any) -> SafeString:
@@ -267,7 +297,7 @@ class HeldLockAdmin(ReadOnlyAdmin):
 
     def _viewable(self, request: HttpRequest, **which: Any) -> list[HeldLock]:
         """Return the rows that the list shows to the user."""
-        rows = self.get_queryset(request).filter(**which).order_by("name")
+        rows = self.get_queryset(request).filter(**which).order_by("name", "acquired_at")
         return [row for row in rows if self.has_view_permission(request, row)]
 
     def _confirmation(self, request: HttpRequest, **which: Any) -> HttpResponse:
@@ -277,16 +307,17 @@ class HeldLockAdmin(ReadOnlyAdmin):
             text = _("The lock was released, or another holder has acquired it.")
             messages.warning(request, text)
             return HttpResponseRedirect(list_url)
-        locks = [
-            {
-                "row": row,
-                "entry": row.entry,
-                "name": show_blanks(row.name),
-                "obstacle": _OBSTACLES.get(row.entry.state),
-                "consequences": consequences(row.fenced, row.session_pid, gettext),
-            }
-            for row in with_entries(rows, {})
-        ]
+        if len(rows) > MAX_LOCKS:
+            text = _("At most %(count)d readers can be released here. For all, run: %(command)s")
+            command = f"manage.py fencedlock release {for_shell(rows[0].name)}"
+            messages.error(request, text % {"count": MAX_LOCKS, "command": command})
+            return HttpResponseRedirect(list_url)
+        # All readers of a lock in one card.
+        cards: dict[Any, list[Any]] = {}
+        for row in with_entries(rows, {}):
+            about = (row.name, row.alias, row.entry.state in _OBSTACLES) if row.slot else row.pk
+            cards.setdefault(about, []).append(row)
+        locks = [self._card(request, card) for card in cards.values()]
         context = {
             **self.admin_site.each_context(request),
             "title": _("Release by force?"),
@@ -301,6 +332,29 @@ class HeldLockAdmin(ReadOnlyAdmin):
         template = "admin/django_fencedlock/heldlock/release_confirmation.html"
         return TemplateResponse(request, template, context)
 
+    def _card(self, request: HttpRequest, rows: list[Any]) -> dict[str, Any]:
+        """Return what the confirmation page says of one lock, or of some readers of one."""
+        first = rows[0]
+        kind = described(first.entry)
+        if first.slot:
+            readers = of_same_lock(first, self.get_queryset(request)) or rows
+            kind = gettext("%(lost)d of %(all)d readers") % {"lost": len(rows), "all": len(readers)}
+        pids = list(dict.fromkeys(row.session_pid for row in rows if row.session_pid))
+        steps = dict.fromkeys(
+            step
+            for pid in pids or [None]
+            for step in consequences(first.fenced, pid, gettext, shared=bool(first.slot))
+        )
+        return {
+            "rows": rows,
+            "entry": first.entry,
+            "name": show_blanks(first.name),
+            "kind": kind,
+            "sessions": ", ".join(map(str, pids)),
+            "obstacle": _OBSTACLES.get(first.entry.state),
+            "consequences": list(steps),
+        }
+
     def _release(self, request: HttpRequest) -> HttpResponse:
         """Release the locks of a confirmed form, and report the result of each."""
         owners = set(request.POST.getlist("lock")[:MAX_LOCKS])
@@ -314,21 +368,25 @@ class HeldLockAdmin(ReadOnlyAdmin):
             messages.info(request, text % gone)
         by = f"{cast(AbstractBaseUser, request.user).get_username()} (admin)"
         until = clock() + TIME_LIMIT
-        for row in rows:
+        # All readers of a lock at once: they have one fence.
+        key = attrgetter("name", "alias")
+        for (name, alias), same in groupby(sorted(rows, key=key), key):
             if clock() > until:
                 text = _("Lock “%s” was not tried: others before it took too long.")
-                messages.error(request, text % row.name)
+                messages.error(request, text % name)
                 continue
+            mine = {row.owner: row for row in same}
             try:
-                released = force_release(row.name, by=by, backend=row.alias, owner_id=row.owner)
+                released = force_release(name, by=by, backend=alias, owner_id=list(mine))
             except exceptions.FencedLockError as exc:
                 text = _("Lock “%(name)s” was not released: %(why)s")
-                messages.error(request, text % {"name": row.name, "why": translated(exc)})
+                messages.error(request, text % {"name": name, "why": translated(exc)})
                 continue
             told = released.describe(gettext)
             messages.add_message(request, _LEVELS.get(released.outcome, messages.ERROR), told)
             if released.done:
-                self.log_change(request, row, told)
+                for lost in filter(None, (released.holder, *released.others)):
+                    self.log_change(request, mine[lost.owner_id], told)
         return HttpResponseRedirect(self.url(request, "changelist"))
 
 

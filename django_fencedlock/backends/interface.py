@@ -133,7 +133,8 @@ class Wait:
     since: float = field(default_factory=clock)
     #: The last refusal, for the error that says who holds the lock. Set by the core.
     held: Held | None = None
-    #: The claims that were sent last, if it is one of several permits. Set by the core.
+    #: The claims that were sent last, if it is one of several permits; of a path, those above its
+    #: own, then the one that was refused. Set by the core.
     asked: Sequence[Claim] = ()
     #: An event that cancels the wait once it is set. No hook is called: whatever waits looks at
     #: `left` at least every two seconds.

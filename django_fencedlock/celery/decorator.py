@@ -12,6 +12,7 @@ from celery.local import Proxy
 from django.db.models import Model
 
 from .. import conf
+from ..core.names import read_path
 from ..lease import Duration
 from ..locks import Limit
 from .names import MARK, Single, single_of
@@ -37,7 +38,8 @@ def lock_name(task: Any, *args: Any, **kwargs: Any) -> str:
     Return the name of the lock of a call of `task` with these arguments.
 
     ``with lock(lock_name(charge, 42)):`` keeps the task from running meanwhile. For a task with
-    ``limit=5``, ``lock(name, limit=5)`` acquires one of its permits.
+    ``limit=5``, ``lock(name, limit=5)`` acquires one of its permits; for one with ``path=True``,
+    write ``lock(name, path=True)``.
     """
     name = _named(task, args, kwargs)
     if not isinstance(name, str):
@@ -67,7 +69,7 @@ def _named(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | tu
             "lock."
         )
     name, _, _ = single.name(task, args, kwargs)
-    return name
+    return read_path(name) if isinstance(name, str) else name
 
 
 @overload
@@ -80,6 +82,7 @@ def single_instance(
     ttl: Duration | None = None,
     fenced: bool = True,
     limit: Limit = None,
+    path: bool = False,
     on_conflict: OnConflict = "skip",
     blocking_timeout: Duration | conf.Unset | None = conf.UNSET,
     retry_countdown: Duration = 5,
@@ -107,6 +110,9 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
         fenced: False for a lock that only saves work: no token, and no record in the database.
         limit: How many runs of a name there may be at a time, or a callable that returns the
             number; see `lock()`. Not for a model, nor with ``"coalesce"``.
+        path: True for a name of parts, ``"warehouse/{warehouse_id}/shelf/{shelf_id}"``, that
+            excludes those above and beneath; see `lock()`. A model's fencing says it by itself. Not
+            with ``"coalesce"``, nor for a list of names.
         on_conflict: If another holder has the lock, ``"skip"`` succeeds with a `SkippedRun`,
             ``"retry"`` tries again later, ``"wait"`` blocks the worker, ``"raise"`` fails with
             `LockNotAcquired`, and ``"coalesce"`` leaves the work to one further run.

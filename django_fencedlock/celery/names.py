@@ -27,6 +27,7 @@ from ..core.permits import names_of
 from ..exceptions import SettingsError
 from ..lease import Lease, Leases
 from ..lock_sets import LeaseSet, sort_names
+from ..locks import Lock
 from ..storage.text import HIDDEN
 from .policy import OTHERS, TERMS, Policy, nearest, unknown
 from .values import DIGEST, canonical, digest
@@ -72,12 +73,26 @@ class Single:
         self.row = RowLock(name, columns, function) if is_label or is_model else None
         if self.row is None:
             self._name, self.pattern = naming(name, columns, function, policy.sensitive)
+            if policy.path and not (isinstance(name, str) or callable(name)):
+                raise TypeError(
+                    "@single_instance(path=True) needs one name of parts, such as "
+                    f'"{function.__name__}/{{{names.example_of(function)}}}".'
+                )
+            if policy.path:
+                self._forbid_coalesce()
+            if policy.path and isinstance(name, str):
+                names.path_names(name)
             if isinstance(name, list | tuple):
                 self._require_set_allowed()
         elif hidden := self.row.parameters & {*policy.sensitive}:
             raise TypeError(
                 f"@single_instance(sensitive={min(hidden)!r}): the parameter names a row, and the "
                 "row's lock has the same name for every caller. Leave it out."
+            )
+        elif policy.path:
+            raise TypeError(
+                "@single_instance(path=True): a model's fencing says whether its locks are paths. "
+                "Remove path=True, and write Fencing(..., path=True) in the model."
             )
         elif policy.limit is not None:
             example = f'"{function.__name__}:{{{names.example_of(function)}}}"'
@@ -119,9 +134,28 @@ class Single:
                 arguments[key] = digest(key, arguments[key])
         found, pattern = self._name(task, title, arguments), pattern or title
         if isinstance(found, str):
-            return found, title, pattern
+            return self._as_path(found), title, pattern
+        if self._policy.path:
+            raise TypeError(f"{title}: path=True is for one lock name, not for a list.")
         self._require_set_allowed()
         return tuple(sort_names(found, f"@single_instance of {title}")), title, pattern
+
+    def _as_path(self, name: str) -> str:
+        """Return the name of a call's lock: that of a path, if it is one."""
+        if self._policy.path and self.row is None:
+            template = self.pattern()
+            name = names.path_name(names.require_parts(name, template) if template else name)
+        if names.is_path(name):
+            self._forbid_coalesce()
+        return name
+
+    def _forbid_coalesce(self) -> None:
+        if self._policy.on_conflict == "coalesce":
+            raise ValueError(
+                f'{self.function.__qualname__}(): on_conflict="coalesce" leaves the work to the '
+                "holder of the same lock, and that of a path above or beneath wouldn't do it. Use "
+                'on_conflict="skip", "retry", "wait" or "raise".'
+            )
 
     def _require_set_allowed(self) -> None:
         if self._policy.limit is not None:
@@ -394,7 +428,8 @@ class RowLock:
 
     def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
         values = {key: each.value(arguments, task) for key, each in self._templates.items()}
-        return str(self.fencing.lock(columns=values).name)
+        found: Lock = self.fencing.lock(columns=values)
+        return names.path_name(found.name) if found.path else found.name
 
     def pattern(self) -> str:
         return str(self.fencing.pattern)

@@ -35,6 +35,7 @@ class Policy:
     ttl: float | None = None
     fenced: bool = True
     limit: Limit = None
+    path: bool = False
     on_conflict: OnConflict = "skip"
     blocking_timeout: float | conf.Unset = conf.UNSET
     retry_countdown: float = 5.0
@@ -64,6 +65,13 @@ class Policy:
             )
         if self.limit is not None and not callable(self.limit):
             count_permits("", self.limit)
+        if not isinstance(self.path, bool):
+            raise TypeError(
+                f"path is {self.path!r}; write path=True. For a model's column of that name, write "
+                f'columns={{"path": {self.path!r}}}.'
+            )
+        if self.path and self.limit is not None:
+            raise TypeError("path= and limit= are two kinds of locks. Remove one of them.")
         if self.on_conflict == "coalesce" and self.limit is not None:
             raise ValueError(
                 'on_conflict="coalesce" leaves the work to the one run that comes after the '

@@ -18,7 +18,6 @@ from ..core import runtime, set_grants
 from ..core.grants import new_claim
 from ..core.identity import current_holder, running_task
 from ..core.permits import held_as
-from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
 from ..lease import Lease, require_finished
 from ..lock_sets import LeaseSet
@@ -192,7 +191,7 @@ class Run(Call):
         )
 
     def _try_to_acquire(self) -> LockNotAcquired | None:
-        started, patience = clock(), 0.0
+        patience = 0.0
         if self.policy.on_conflict == "wait":
             patience = self.policy.patience(self.service.config)
         self._time_limit.wait = wait = Wait(
@@ -200,7 +199,7 @@ class Run(Call):
         )
         if self._time_limit.deferred is not None:
             wait.cancel()
-        refused = (self._acquire_set if self.is_set else self._acquire_one)(wait, started)
+        refused = (self._acquire_set if self.is_set else self._acquire_one)(wait)
         if refused is None:
             self._ends_normally = True
             if self.request is not None:
@@ -208,22 +207,22 @@ class Run(Call):
                 setattr(self.request, RUN, " ".join(each.owner_id for each in self.leases))
         return refused
 
-    def _acquire_one(self, wait: Wait, started: float) -> LockNotAcquired | None:
+    def _acquire_one(self, wait: Wait) -> LockNotAcquired | None:
         claim = self.claim()
         lease = self.service.acquire(claim, wait, self._who, **self._options())
         if lease is None:
-            return self.service.refusal(claim, clock() - started, wait.held)
+            return self.service.refusal(claim, wait)
         self.lease, self.leases = lease, [lease]
         return None
 
-    def _acquire_set(self, wait: Wait, started: float) -> LockNotAcquired | None:
+    def _acquire_set(self, wait: Wait) -> LockNotAcquired | None:
         fenced = self.policy.fenced
         # Owners of its own for each try: what is still done for a former one must not hit the next.
         claims = [new_claim(name, self.ttl, fenced) for name in self.names]
         answer = self.service.acquire_all(claims, wait, self._who, **self._options())
         if isinstance(answer, dict):
             missing = [n for n in self.names if not self.service.lease_of(n, self._who)]
-            waited = clock() - started
+            waited = wait.now() - wait.since
             return set_grants.refusal(self.service.grants, missing, waited, fenced, answer)
         self.lease, self.leases = LeaseSet(answer, self.service, self._who), answer
         # The record of a message is under the first name.

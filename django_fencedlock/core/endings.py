@@ -23,6 +23,7 @@ from .events import Kind, emit
 from .grants import Grants
 from .identity import LocalHolder, current_holder
 from .keeper import Keeper
+from .paths import leave_above
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Endings:
                 )
 
     def _finish(self, leases: Leases) -> bool:
+        leases = [*leases, *leave_above(leases)]
         kept = self.let_go(leases)
         for lease, was_kept in zip(leases, kept, strict=True):
             # Before the loss of one: it would be that of them all.

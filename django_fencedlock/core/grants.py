@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
-from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -54,6 +53,7 @@ from .identity import (
     new_owner,
 )
 from .keeper import BEATS, Keeper
+from .names import is_path, read_path
 
 logger = logging.getLogger(__name__)
 
@@ -136,12 +136,9 @@ class Grants:
     ) -> tuple[list[Claim], bool]:
         """Return claims as they are sent, and whether the service records their grants."""
         backend = self.backend
-        if not backend.supports_shared and (shared := [each for each in claims if each.shared]):
-            raise SettingsError(
-                f"Lock {shared[0].name!r} can't be shared: alias {backend.config.alias!r} "
-                f"({backend.label}) has exclusive locks alone. Remove shared=True, or name an "
-                f"alias with one of these backends: {', '.join(_sharing())}.",
-            )
+        for each in claims if not backend.supports_shared else ():
+            if each.shared or is_path(each.name):
+                raise _no_readers(each, backend)
         home = connections[backend.config.fence_database]
         if not (home.in_atomic_block and is_of_test(home)):
             return claims, backend.records_grants
@@ -164,8 +161,7 @@ class Grants:
                 if not wait.left:
                     return Held()
         except BackendUnavailable as exc:
-            for claim in claims:
-                self._keeper.doubt(grant_of(claim))
+            self._keeper.doubt(*map(grant_of, claims))
             raise_if_tables_missing(exc, self.backend.config.fence_database)
             raise
 
@@ -215,7 +211,7 @@ class Grants:
         # Once more before the caller's code runs: this process may have been paused.
         if confirmed and self._clock() < since + grant.ttl:
             # An earlier try of this owner must not be released now.
-            self._keeper.doubts.pop((claim.owner, claim.name), None)
+            self._keeper.trust(claim.owner, claim.name)
             return confirmed, since
         try:
             # Its failure ends the acquire: the doubt would release what a later try got.
@@ -301,11 +297,17 @@ class Grants:
         finally:
             self._keeper.clear_row(grant)
 
-    def drop(self, grant: Grant) -> None:
-        """Release what an interrupted caller may have got, or may yet get."""
-        self._keeper.doubt(grant)
+    def drop(self, *grants: Grant) -> None:
+        """Release what an interrupted caller may have got, or may yet get: one of them."""
+        self._keeper.doubt(*grants)
         with contextlib.suppress(RuntimeError):
-            self.release(grant)
+            if len(grants) == 1:
+                self.release(*grants)
+                return
+            with contextlib.suppress(BackendUnavailable):
+                self.backend.release_all(grants)
+            for grant in grants:
+                self._keeper.clear_row(grant)
 
     def _evict_if_gone(self, name: str, held: Held, fenced: bool) -> bool:
         """Release the lock of a holder whose process is gone; return whether that was done."""
@@ -389,7 +391,8 @@ class Grants:
             holder = holder_of(held, alias) if held and held.owner else self.holder(name)
         except BackendUnavailable:
             holder = None
-        by = f"held by {'the reader ' if holder and holder.shared else ''}"
+        reader = "a holder beneath it, " if is_path(name) else "the reader "
+        by = f"held by {reader if holder and holder.shared else ''}"
         by += str(holder or "an unknown holder")
         if holder and holder.shared and shared:
             by += ", and an exclusive holder waits for it"
@@ -457,14 +460,15 @@ def new_claim(
     return Claim(name, owner.id, ttl, owner.identity, fenced, shared)
 
 
-def _sharing() -> list[str]:
-    """Return the backends of this package that have shared locks, and whose driver is there."""
-    found = []
-    for kind, path in conf.BACKENDS.items():
-        with contextlib.suppress(ImportError, ImproperlyConfigured):
-            if conf.backend_class(path).supports_shared:
-                found.append(kind)
-    return found
+def _no_readers(claim: Claim, backend: Backend) -> SettingsError:
+    what, argument = f"Lock {claim.name!r} can't be shared", "shared=True"
+    if is_path(claim.name):
+        what, argument = f"Path {read_path(claim.name)!r} can't be locked", "path=True"
+    return SettingsError(
+        f"{what}: alias {backend.config.alias!r} ({backend.label}) has exclusive locks alone. "
+        f"Remove {argument}, or name an alias with one of these backends: "
+        f"{', '.join(conf.sharing_backends())}."
+    )
 
 
 def holder_of(held: Held, alias: str) -> Holder:

@@ -31,7 +31,7 @@ CLEAR_AFTER = 1.0
 MAX_ROWS = 10_000
 #: Seconds for which a doubt is kept, until its first release, and between two.
 DOUBTED, FIRST_DOUBT, DOUBT_PAUSE = 60.0, 1.0, 5.0
-#: Doubts that are kept.
+#: Owners whose doubts are kept.
 MAX_DOUBTS = 1000
 
 #: Why a lease is lost, unless more is known.
@@ -79,9 +79,9 @@ class Keeper:
         self._renewed: WeakKeyDictionary[Lease, None] = WeakKeyDictionary()
         self._ended: deque[Grant] = deque(maxlen=MAX_ROWS)
         self._clear_at = math.inf
-        #: By owner id and name: the grant, and until when it is released again. An owner may have
-        #: asked for several permits, one after the other.
-        self.doubts: OrderedDict[tuple[str, str], tuple[Grant, float]] = OrderedDict()
+        #: By owner id: its grants by name, and until when they are released again. An owner has
+        #: several if it asked for one of several permits.
+        self.doubts: OrderedDict[str, tuple[Mapping[str, Grant], float]] = OrderedDict()
         self._release_at = math.inf
 
     def keep(self, lease: Lease) -> None:
@@ -121,14 +121,26 @@ class Keeper:
             # If no thread can be started, the next release tries again; the lock is released.
             self._tending.wake()
 
-    def doubt(self, grant: Grant) -> None:
-        """Release `grant` again and again for a minute: the service may have it, or get it yet."""
-        now = self._clock()
-        if len(self.doubts) < MAX_DOUBTS:
-            self.doubts[grant.owner, grant.name] = grant, now + DOUBTED
+    def doubt(self, *grants: Grant) -> None:
+        """
+        Release the grants of one owner again and again for a minute.
+
+        The service may have granted one of them, or may yet.
+        """
+        now, owner = self._clock(), grants[0].owner
+        if owner in self.doubts or len(self.doubts) < MAX_DOUBTS:
+            before, _ = self.doubts.get(owner, ({}, now))
+            self.doubts[owner] = {**before, **{each.name: each for each in grants}}, now + DOUBTED
         self._release_at = min(self._release_at, now + FIRST_DOUBT)
         # If no thread can be started, the keeper's next beat tries again.
         self._tending.wake()
+
+    def trust(self, owner: str, name: str) -> None:
+        """Release a grant no more: the owner's next request for it was answered."""
+        if owner in self.doubts:
+            grants, until = self.doubts.pop(owner)
+            if rest := {key: each for key, each in grants.items() if key != name}:
+                self.doubts[owner] = rest, until
 
     def clear(self) -> None:
         """Delete now the rows whose deletion was put off."""
@@ -269,24 +281,26 @@ class Keeper:
 
     def _release_doubts(self) -> None:
         now, self._release_at = self._clock(), math.inf
-        grants = []
-        for key, (grant, until) in list(self.doubts.items()):
-            grants.append(grant)
+        found = list(self.doubts.items())
+        for owner, (_, until) in found:
             if until <= now:
-                self.doubts.pop(key, None)
+                self.doubts.pop(owner, None)
         if self.doubts:
             self._release_at = min(self._release_at, now + DOUBT_PAUSE)
         # If the service is away, the next round asks it again.
         with contextlib.suppress(BackendUnavailable):
             # A session that no lease needs is kept until its doubts are over.
             self._backend.renew([])
-            for grant in grants:
+            for owner, (grants, _) in found:
                 try:
-                    self._backend.release(grant)
+                    if len(grants) == 1:
+                        self._backend.release(*grants.values())
+                    else:
+                        self._backend.release_all([*grants.values()])
                 except BackendUnavailable:
                     # The last one of the next round: others may be on a node that answers.
                     with contextlib.suppress(KeyError):
-                        self.doubts.move_to_end((grant.owner, grant.name))
+                        self.doubts.move_to_end(owner)
                     if self._clock() > now + FIRST_DOUBT:
                         return
 

@@ -28,12 +28,13 @@ from ..storage import history, unfenced
 from ..storage.connections import test_connection, test_has_ended, under_test
 from ..storage.fenced_atomic import pinned_atomic
 from ..storage.fences import Fences
-from . import aio, runtime
+from . import aio, paths, runtime
 from .endings import Endings
 from .events import Kind, emit, subscribe
 from .grants import Grants, holder_of
 from .identity import LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
+from .names import is_path
 from .permits import Permits, held_as
 from .runtime import clock
 from .set_grants import SetAcquire
@@ -89,6 +90,9 @@ class Service(Endings):
         who = who or current_holder()
         if lease := self.enter_again(claim, who):
             return lease
+        if is_path(claim.name):
+            options: dict[str, Any] = {"pattern": pattern, "max_hold": max_hold, "tells": tells}
+            return self._acquire_path(claim, wait, who, of_another_process, **options)
         try:
             found = self.permits if claim.permits else self.grants
             answer = found.acquire(claim, wait, who, of_another_process)
@@ -102,14 +106,34 @@ class Service(Endings):
                 lease.released = True
                 self._forget(lease)
                 self.keeper.forget(lease)
-            for grant in [lease.grant] if lease else map(grant_of, wait.asked or [claim]):
-                self.grants.drop(grant)
+            self.grants.drop(*[lease.grant] if lease else map(grant_of, wait.asked or [claim]))
             raise
         waited = self._clock() - wait.since
         if lease is not None:
             emit(Kind.ACQUIRED, self.backend, lease.name, lease, waited=waited)
         elif tells:
             self.tell_refused(claim.name, pattern, waited, wait.held)
+        return lease
+
+    def _acquire_path(
+        self,
+        claim: Claim,
+        wait: Wait,
+        who: LocalHolder,
+        of_another_process: bool,
+        **options: Any,
+    ) -> Lease | None:
+        claims = paths.claims_of(claim)
+        wait.asked = claims[:-1]
+        answer = self.acquire_all(
+            claims, wait, who, of_another_process=of_another_process, **options
+        )
+        if isinstance(answer, dict):
+            name = next(iter(answer))
+            wait.asked, wait.held = [each for each in claims if each.name == name], answer[name]
+            return None
+        *above, lease = answer
+        paths.put_beneath(lease, above)
         return lease
 
     def acquire_all(
@@ -188,11 +212,15 @@ class Service(Endings):
         if lease.grant.permits:
             self.permits.note_free(lease.grant)
 
-    def refusal(self, claim: Claim, waited: float, held: Held | None) -> LockNotAcquired:
+    def refusal(self, claim: Claim, wait: Wait) -> LockNotAcquired:
         """Return the error that says who has the lock, or its permits."""
+        waited = wait.now() - wait.since
         if claim.permits:
             return self.permits.refusal(claim, waited)
-        return self.grants.refusal(claim.name, waited, claim.fenced, held, claim.shared)
+        if is_path(claim.name) and wait.asked:
+            # It may be one of the locks above it.
+            claim = wait.asked[0]
+        return self.grants.refusal(claim.name, waited, claim.fenced, wait.held, claim.shared)
 
     def lease_of(self, name: str, who: LocalHolder) -> Lease | None:
         """The lease of lock `name` that `who` has in this process; of any permit: `held_as()`."""
@@ -210,6 +238,8 @@ class Service(Endings):
             return None
         if lease.lost:
             raise lease.loss()
+        if claim.shared != lease.shared and is_path(claim.name):
+            raise paths.no_upgrade(claim, self.config.alias)
         if claim.shared != lease.shared:
             held, wanted = ("shared", "exclusively") if lease.shared else ("exclusively", "shared")
             raise LockUpgrade(
@@ -233,7 +263,11 @@ class Service(Endings):
 
     def interrupted(self, claims: Sequence[Claim], wait: Wait) -> None:
         """Undo what claims have got in their wait: an exception interrupted their code."""
-        self._undo_entering(claims, current_holder(), wait)
+        who = current_holder()
+        found = [lease for each in claims if (lease := self.lease_of(held_as(each), who))]
+        # The lease of a path, once it is made, releases those above it.
+        above = () if any(lease.above for lease in found) else wait.asked
+        self._undo_entering([*claims, *above], who, wait)
         give_back_left_over(wait.since)
 
     def _undo_entering(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import inspect
 import re
 import typing
@@ -28,12 +29,22 @@ MAX_PERMITS = 1000
 _PERMIT = re.compile(r" \[permit ([1-9][0-9]{0,3})\]\Z")
 _LIKE_PERMIT = re.compile(r" \[permit [0-9]+\]\Z")
 
+#: The end of the lock names of a path. No other lock has a name that ends like this.
+_PATH = " [path]"
+#: The most names that a path has.
+MAX_LEVELS = 50
+
 _PLAIN = (str, int, float, Decimal, UUID, date, datetime, time, timedelta, Enum, NoneType)
 
 
 def validate(name: object) -> str:
-    """Return `name` if it may name a lock: every database can store it, and no permit has it."""
+    """Return `name` if it may name a lock: databases can store it, and no other kind has it."""
     name = validate_any(name)
+    if is_path(name):
+        raise ValueError(
+            f"Lock name {name!r} ends like the name of a path. Acquire a path by "
+            f"lock({name[: -len(_PATH)]!r}, path=True), or choose another name."
+        )
     if name.endswith("]") and (found := _LIKE_PERMIT.search(name)):
         raise ValueError(
             f"Lock name {name!r} ends like the name of a permit. Acquire a permit by "
@@ -90,6 +101,53 @@ def read_permit(name: str) -> tuple[str, int] | None:
     """Return the name and the number of a permit by its lock name; None for any other lock."""
     found = _PERMIT.search(name)
     return (name[: found.start()], int(found[1])) if found else None
+
+
+@functools.lru_cache(1024)
+def path_names(path: str) -> tuple[str, ...]:
+    """Return the lock names of a path: those of its ancestors, root first, and its own."""
+    parts = path.split("/")
+    if not all(parts):
+        raise ValueError(
+            f"Path {path!r} has an empty part. Write it without a slash at either end, and with "
+            "one slash between parts: 'warehouse/7/shelf/3'."
+        )
+    if len(parts) > MAX_LEVELS:
+        raise ValueError(
+            f"Path {path[:40]!r}... has {len(parts)} parts; {MAX_LEVELS} are allowed. Each part "
+            "is a lock of its own. Join parts that aren't locked by themselves."
+        )
+    if len(path) + len(_PATH) > MAX_LENGTH:
+        raise ValueError(
+            f"Path {path[:40]!r}... has {len(path)} characters; {MAX_LENGTH - len(_PATH)} are "
+            "allowed. Hash the long part."
+        )
+    return tuple("/".join(parts[: place + 1]) + _PATH for place in range(len(parts)))
+
+
+def require_parts(path: str, template: str) -> str:
+    """Return a path that was made of a template; raise if it has other parts."""
+    if path.count("/") != template.count("/"):
+        raise ValueError(
+            f"Path {path!r} has other parts than its template {template!r}: an argument contains "
+            "'/', and would name a lock of another level. Replace the '/' in it."
+        )
+    return path
+
+
+def path_name(path: str) -> str:
+    """Return the lock name of the end of a path."""
+    return path_names(path)[-1]
+
+
+def is_path(name: str) -> bool:
+    """Whether a lock name is one of a path's."""
+    return name.endswith(_PATH)
+
+
+def read_path(name: str) -> str:
+    """Return the path that a lock name stands for; another name as it is."""
+    return name.removesuffix(_PATH)
 
 
 def format_value(value: Any, spec: str = "") -> str:

@@ -92,6 +92,10 @@ class Permits:
             name=claim.name,
             alias=config.alias,
             holder=holders[0] if holders else None,
+            holders={
+                name: holder if holder.owner_id else None
+                for name, holder in zip(found, holders, strict=True)
+            },
         )
 
 
@@ -111,7 +115,7 @@ class _Search:
         self._tell = wait.refused
         self.limit = claim.permits or 1
         #: The wait at one permit.
-        self._turn = [Wait()]
+        self._turn: list[Wait] = []
         #: The holders by the last look, by the permit's name.
         self._held: dict[str, Held] = {}
 
@@ -119,10 +123,11 @@ class _Search:
         """Try one permit, or wait in its queue for some seconds."""
         wait, one = self._wait, self._claim._replace(name=name)
         # Also without a queue, it isn't a try that gives up early: the caller may wait.
-        self._turn[0] = turn = Wait(wait.seconds, since=-math.inf, required=wait.required)
+        turn = Wait(wait.seconds, since=-math.inf, required=wait.required)
         if seconds:
             # First it can be cancelled, then it is as long as the caller's.
-            self._turn[0] = turn = Wait(cancelled_by=wait.cancelled_by, required=wait.required)
+            turn = Wait(cancelled_by=wait.cancelled_by, required=wait.required)
+            self._turn[:] = [turn]
             turn.seconds = min(seconds, wait.left)
         # What an exception from outside releases.
         wait.asked = (one,)

@@ -88,9 +88,9 @@ def _spec_of(model: Model) -> Any:
     return inspect.getattr_static(model, "fencing", None)
 
 
-def _locks(spec: Fencing, table: Model) -> tuple[Any, str]:
+def _locks(spec: Fencing, table: Model) -> tuple[Any, str, bool]:
     """Return what decides which lock a row has, and what its token says."""
-    return spec.template or f"{table._meta.label_lower}:{{pk}}", spec.mode
+    return spec.template or f"{table._meta.label_lower}:{{pk}}", spec.mode, spec.path
 
 
 def _router_problems(model: Model, spec: Fencing) -> Iterator[Problem]:

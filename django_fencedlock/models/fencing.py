@@ -52,6 +52,8 @@ class Fencing:
         without_lock: ``"reject"``, ``"warn"`` or ``"allow"`` writes without a lease; by default the
             setting ``FENCEDLOCK_WITHOUT_LOCK``.
         backend: The alias of the lock service that ``fencing.lock()`` uses.
+        path: The names are paths, ``"warehouse/{warehouse_id}/shelf/{pk}"``; see `lock()`. A row is
+            written inside ``lease.atomic()`` alone, which checks the locks above its own as well.
     """
 
     def __init__(
@@ -61,14 +63,20 @@ class Fencing:
         mode: str = SERIALISED,
         without_lock: str | None = None,
         backend: str = conf.DEFAULT_ALIAS,
+        path: bool = False,
     ) -> None:
         _require_known("mode", mode, MODES)
+        if path and mode != SERIALISED:
+            raise ImproperlyConfigured(
+                f"Fencing(path=True, mode={mode!r}): a path has several tokens, and the row's "
+                "column one of them. Remove mode=, or path=True."
+            )
         if without_lock is not None:
             _require_known("without_lock", without_lock, conf.WITHOUT_LOCK)
         self.template = lock
         self.mode = mode
         self.serialised = mode == SERIALISED
-        self.backend = backend
+        self.backend, self.path = backend, path
         self._without_lock = without_lock
         self._of_models: dict[type[models.Model], FencingOf] = {}
 
@@ -99,8 +107,8 @@ class Part(NamedTuple):
     text: str
     field: models.Field[Any, Any] | None
     form: str = ""
-    #: The character that ends the value. In the value itself it is escaped: otherwise the keys
-    #: ("a,b", "c") and ("a", "b,c") would have one name.
+    #: The characters that may end the value. In the value itself they are escaped: otherwise the
+    #: keys ("a,b", "c") and ("a", "b,c") would have one name.
     end: str = ""
 
     @property
@@ -113,7 +121,7 @@ class Part(NamedTuple):
         if self.field is None:
             return self.text
         value = _text(self.field, values[self.field.attname], self.form)
-        for character in dict.fromkeys(("%", self.end)) if self.end else ():
+        for character in dict.fromkeys(f"%{self.end}") if self.end else ():
             value = value.replace(character, f"%{ord(character):02X}")
         return self.text + value
 
@@ -135,6 +143,9 @@ class FencingOf:
         #: The template of the names; empty if a callable makes them.
         self.pattern = "" if callable(spec.template) else spec.template or default
         self.parts = _parts(model, self.table, self.pattern)
+        if spec.path:
+            names.path_names(self.pattern or "any")
+            self.parts = [part._replace(end=f"{part.end}/") for part in self.parts]
         fields = {part.field.attname: part.field for part in self.parts if part.field is not None}
         #: The attributes that the name is made of; None if only a callable knows.
         self.columns = None if callable(spec.template) else tuple(fields)
@@ -142,8 +153,9 @@ class FencingOf:
         self.texts = {column for column, field in fields.items() if is_text(field)}
         local = self.table._meta.local_concrete_fields
         exact = [part.field for part in self.parts if part.is_exact]
-        #: Whether each row has a lock of its own, named by its primary key.
-        self.is_of_own_pk = all(field in exact for field in self.pk)
+        #: Whether each row has a lock of its own, named by its primary key, and no other excludes
+        #: its holder, as the lock of a path does.
+        self.is_of_own_pk = not spec.path and all(field in exact for field in self.pk)
         #: Whether rows of one lock have the same values in columns of the fence's own table, so
         #: that SQL finds rows by these. If not, each row's name is made from the row itself.
         self.finds_rows = self.columns is not None and all(
@@ -166,7 +178,7 @@ class FencingOf:
         template = self.spec.template
         if callable(template):
             found = template(row)
-            return None if found is None else names.validate(found)
+            return None if found is None else self._validate(found)
         return self.name_of({column: self.value_of(row, column) for column in self.columns or ()})
 
     def value_of(self, row: Any, column: str) -> Any:
@@ -180,7 +192,10 @@ class FencingOf:
         """Return the name of the lock of rows with these values, by attribute."""
         if not all(map(is_known, values.values())):
             return None
-        return names.validate("".join([part.named(values) for part in self.parts]))
+        return self._validate("".join([part.named(values) for part in self.parts]))
+
+    def _validate(self, name: str) -> str:
+        return names.path_name(names.validate(name)) if self.spec.path else names.validate(name)
 
     def rows_of(self, objs: Iterable[Any]) -> Rows:
         """Return the lock names of objects, each with look-ups that find its rows."""
@@ -269,6 +284,11 @@ class FencingOf:
         All of them are acquired, or none. `rows` is a queryset or objects. Takes the options of
         lock(); `blocking_timeout` is for all of them together.
         """
+        if self.spec.path:
+            raise TypeError(
+                f"{self.model.__name__}.fencing.lock_all(): its locks are paths, which no set has. "
+                "Write: with first.fencing.lock() as one, second.fencing.lock() as two:"
+            )
         for unknown in options.keys() - {*_LOCK_OPTIONS}:
             what, has = f"{self.model.__name__}.fencing.lock_all()", ", ".join(_LOCK_OPTIONS)
             raise TypeError(f"{what} has no argument {unknown}; it has rows, {has}.")
@@ -310,7 +330,8 @@ class FencingOf:
             empty = ", ".join(self.columns or ()) or "its name"
             label = self.model.__name__
             raise ValueError(f"This {label} has no lock yet: {empty} is empty. Save it first.")
-        found = lock(name, **{"backend": self.spec.backend, **options})
+        options = {"backend": self.spec.backend, "path": self.spec.path, **options}
+        found = lock(names.read_path(name), **options)
         found.pattern = self.pattern
         return found
 

@@ -14,7 +14,7 @@ from django.db.models import Case, F, Q, Value, When
 from .. import logs, signals
 from ..core.identity import Holder, current_holder
 from ..core.manager import services
-from ..core.names import read_permit
+from ..core.names import is_path, read_permit
 from ..exceptions import LockRequired, StaleFence, StaleObject, VersionConflict, WrongDatabase
 from ..lease import Lease, current_lease
 from ..lease_context import held_names
@@ -25,6 +25,10 @@ from .fencing import FencingOf
 from .fields import REJECTED, exactly, same_text
 
 logger = logging.getLogger(__name__)
+
+
+#: Why the lease of a path doesn't cover a write: a statement checks one token.
+OUTSIDE = "this is outside of lease.atomic(), which checks the locks above it as well"
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,20 +79,32 @@ class Write:
         if given is not None:
             if given.name != self.name:
                 raise self.lock_required(
-                    f"the given lease is of lock {given.name!r}{_about_permits([given.name])}"
+                    f"the given lease is of lock {given.name!r}{_about_kinds([given.name])}"
                 )
             if given.released or not given.is_of_this_process():
                 raise self.lock_required("the given lease was released")
         lease = given or (current_lease(self.name) if self.name is not None else None)
-        if lease is not None and lease.fenced and not lease.shared:
+        why = "" if lease is None else self._why_not_covered(lease)
+        if lease is not None and not why:
             return lease
         policy, label = self.fencing.spec.without_lock, self.fencing.model._meta.label
-        if policy == "reject":
-            raise self.lock_required(_why_not_covered(lease) if lease is not None else "")
+        # A holder relies on the check, whatever is allowed without a lock.
+        if policy == "reject" or why == OUTSIDE:
+            raise self.lock_required(why)
         if policy == "warn":
             facts = logs.facts(name=self.name, model=label)
             logger.warning("%s %s without lock %r", self.doing, label, self.name, extra=facts)
         return None
+
+    def _why_not_covered(self, lease: Lease) -> str:
+        """Return why a lease of the lock doesn't cover the write; empty if it does."""
+        if lease.shared:
+            return "the lock is held shared here, and others may read the row meanwhile"
+        if not lease.fenced:
+            return "the lease held here was acquired with fenced=False"
+        if is_path(lease.name) and lease.database == self.using:
+            return "" if is_pinned(connections[self.using], grant_of(lease)) else OUTSIDE
+        return ""
 
     def lock_required(self, why: str) -> LockRequired:
         """Return the error for a write that no lease covers."""
@@ -98,7 +114,9 @@ class Write:
             columns = fencing.columns or ()
             values = {column: fencing.value_of(self.row, column) for column in columns}
         wanted, remedy = f"lock {name!r}", f"Acquire it: with {fencing.usage(values)}:"
-        if self.locks != 1:
+        if fencing.spec.path:
+            remedy = f"Write inside: with {fencing.usage(values)} as lease, lease.atomic():"
+        if self.locks != 1 and not fencing.spec.path:
             wanted = f"{self.locks} locks" if self.locks else "the locks of its rows"
             wanted += "" if name is None else f", such as {name!r}"
             remedy = f"Acquire them: with {model.__name__}.fencing.lock_all(queryset):"
@@ -108,7 +126,7 @@ class Write:
             remedy = "Set that to a value first."
         if not why and held:
             why = f"held here: {', '.join(map(repr, held[:3]))}{', ...' * (len(held) > 3)}"
-            why += _about_permits(held)
+            why += _about_kinds(held)
         elif not why:
             why, leases = "none is held here", self._leases()
             if any(lease.put_off and lease.who is current_holder() for lease in leases):
@@ -143,6 +161,9 @@ class Write:
         grant = self.grant
         if grant is None or not self.fencing.spec.serialised or is_pinned(connection, grant):
             return None
+        if is_path(grant.name):
+            # It was prepared inside of lease.atomic(): the statement would lock one fence alone.
+            raise self.lock_required(OUTSIDE)
         return grant
 
     def error(
@@ -208,12 +229,6 @@ class Write:
         why = "it was read before the lock was acquired, and written since; read it again under the"
         found = [*rows.values_list("pk", flat=True)[:1]]
         return self.error(f"{why} lock", pk=found[0], kind=StaleObject) if found else None
-
-
-def _why_not_covered(lease: Lease) -> str:
-    if lease.shared:
-        return "the lock is held shared here, and others may read the row meanwhile"
-    return "the lease held here was acquired with fenced=False"
 
 
 WRITTEN_SINCE = (
@@ -428,6 +443,9 @@ def _new_fence(write: Write) -> Any:
     return F("fence") if write.grant is None else Value(write.token)
 
 
-def _about_permits(held: Iterable[str]) -> str:
-    """Return what a message says of held permits: the holder of another one may write the row."""
+def _about_kinds(held: Sequence[str]) -> str:
+    """Return what a message says of held locks that cover no row, or one row alone."""
+    if any(map(is_path, held)):
+        return " (a path covers no row beneath it)"
+    # The holder of another one may write the row.
     return " (a permit covers no row)" if any(map(read_permit, held)) else ""

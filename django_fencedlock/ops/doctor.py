@@ -17,7 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.migrations.loader import MigrationLoader
 
 from .. import checks, conf
-from ..backends.interface import Backend, Held, Renewal, Wait
+from ..backends.interface import Backend, Grant, Held, Renewal, Wait
 from ..conf import AliasConfig
 from ..core.grants import new_claim
 from ..core.identity import new_owner
@@ -34,7 +34,8 @@ from .registry import fence_databases
 
 #: Seconds for each alias, and for one query of a database.
 LIMIT, QUERY_TIMEOUT = 20.0, 5.0
-#: The name of the test lock, always the same: its fence is never deleted.
+#: The name of the test lock, always the same: its fence is never deleted. So are those of a permit
+#: and of readers.
 LOCK_NAME = "django_fencedlock.doctor:{alias}"
 #: Seconds until the test lock expires if the doctor is killed.
 TTL = 10.0
@@ -209,12 +210,22 @@ class TestOwner:
         self.name = LOCK_NAME.format(alias=config.alias)
 
     def acquire(self, timeout: float = 0.0) -> bool:
-        claim = new_claim(self.name, TTL, owner=new_owner()._replace(thread="doctor"))
-        answer = self.service.grants.acquire(claim, Wait(timeout))
-        if isinstance(answer, Held):
+        if (grant := self.take(timeout)) is None:
             return False
-        self.grant = answer[0]
+        self.grant = grant
         return True
+
+    def take(self, timeout: float = 0.0, **kind: Any) -> Grant | None:
+        """Acquire the test lock, or one of another kind."""
+        claim = new_claim(self.name, TTL, owner=new_owner()._replace(thread="doctor"))
+        claim = claim._replace(**kind)
+        found = self.service.permits if claim.permits else self.service.grants
+        answer = found.acquire(claim, Wait(timeout))
+        return None if isinstance(answer, Held) else answer[0]
+
+    def release(self, grant: Grant) -> None:
+        self.backend.release(grant)
+        self.service.keeper.clear_row(grant)
 
     def answers(self) -> set[bool]:
         """Return whether the grant is verified, and whether it is renewed."""
@@ -281,6 +292,9 @@ def _trial(first: TestOwner, second: TestOwner) -> Iterator[Problem]:
     if first.answers() != {True}:
         raise _Failed("The service doesn't know the owner that holds the lock.", _DISTRUST)
     yield ok(f"Verifies and renews: {_ms(clock() - began)}.")
+    yield from _try_permit(first, second)
+    if first.backend.supports_shared:
+        yield from _try_readers(first, second)
     yield _hand_over(first, second)
     if not second.backend.supports_waiting:
         yield note("Waiters poll, so they acquire the lock in no particular order.")
@@ -293,6 +307,34 @@ def _trial(first: TestOwner, second: TestOwner) -> Iterator[Problem]:
     if not released or second.service.holder(second.name):
         raise _Failed("The lock isn't free after its release.", _DISTRUST)
     yield ok(f"Rejects the former owner, and releases: {_ms(took)}.")
+
+
+def _try_permit(first: TestOwner, second: TestOwner) -> Iterator[Problem]:
+    began = clock()
+    # Of a doctor that was killed, the permit may be left.
+    if not (permit := first.take(OTHER_DOCTOR_TIMEOUT, permits=1)):
+        raise _Failed("A free permit (limit=) can't be acquired.", _DISTRUST)
+    try:
+        if other := second.take(permits=1):
+            second.release(other)
+            raise _Failed("Two owners hold one permit (limit=).", _DISTRUST)
+    finally:
+        first.release(permit)
+    yield ok(f"Acquires a permit, and rejects a second owner: {_ms(clock() - began)}.")
+
+
+def _try_readers(first: TestOwner, second: TestOwner) -> Iterator[Problem]:
+    if reader := second.take(shared=True):
+        second.release(reader)
+        raise _Failed("A reader (shared=True) got a lock that is held exclusively.", _DISTRUST)
+    began, name = clock(), f"{first.name}:readers"
+    readers = [(each, each.take(name=name, shared=True)) for each in (first, second)]
+    for owner, grant in readers:
+        if grant:
+            owner.release(grant)
+    if not all(grant for _, grant in readers):
+        raise _Failed("Two readers (shared=True) can't share a free lock.", _DISTRUST)
+    yield ok(f"Lets two readers share a lock: {_ms(clock() - began)}.")
 
 
 def _round_trip(owner: TestOwner) -> Problem:

@@ -66,14 +66,23 @@ _END_SESSION = _(
     "SELECT pg_terminate_backend(%(pid)d), or on MySQL: KILL %(pid)d"
 )
 _RAISED_FIRST = _("The fence is raised first: the holder's writes are rejected from then on.")
+_RAISED_FOR_READERS = _(
+    "The fence is raised first: transactions under the leases of all readers are rejected from "
+    "then on, also of those that keep the lock."
+)
 _RELEASED_THEN = _("Then the lock is released. The holder notices at its next renewal.")
 
 
 def consequences(
-    fenced: bool, session_pid: int | None, translate: Callable[[str], str] = str
+    fenced: bool,
+    session_pid: int | None,
+    translate: Callable[[str], str] = str,
+    *,
+    shared: bool = False,
 ) -> list[str]:
     """Return what a forced release will do, step by step."""
-    texts = [_RAISED_FIRST if fenced else _UNFENCED]
+    raised = _RAISED_FOR_READERS if shared else _RAISED_FIRST
+    texts = [raised if fenced else _UNFENCED]
     texts += [_RELEASED_THEN] if session_pid is None else [_LEFT, _END_SESSION]
     return [translate(each) % {"pid": session_pid} for each in texts]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ..storage.fences import pinned_by
 from ..storage.tables import HeldLock, LockEvent
 from ..storage.text import describe_error
 from ..storage.vendors import LEDGERS
+from .permits import Permits, by_number, granted_numbers, permits_of
 
 #: Locks in one request.
 BATCH = 10_000
@@ -40,6 +42,14 @@ class State(StrEnum):
     LOST = "lost"
     FREE = "free"
     UNKNOWN = "unknown"
+
+
+class Kind(StrEnum):
+    """How a lock of the registry is held."""
+
+    EXCLUSIVE = "exclusive"
+    PERMIT = "permit"
+    READER = "reader"
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,30 @@ class ListedLock:
     waiting: int
     #: The number of rejected writes under former grants in the history.
     rejected: int
+    kind: Kind
+    #: Of a permit: its number, and how many its name had at the time of the grant.
+    permit: int | None
+    permits: int | None
+    #: Of a permit, if all locks were read: how many of its name are held.
+    used: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self.state not in (State.FREE, State.EXPIRED)
+
+    @property
+    def of_kind(self) -> str:
+        """The kind for people; empty for an exclusive lock."""
+        if self.kind is Kind.PERMIT:
+            used = "" if self.used is None else f", {self.used} used"
+            return f"permit {self.permit} of {self.permits}{used}"
+        return "" if self.kind is Kind.EXCLUSIVE else self.kind
+
+
+def kind_of(row: HeldLock) -> Kind:
+    if row.permits is not None:
+        return Kind.PERMIT
+    return Kind.READER if row.slot else Kind.EXCLUSIVE
 
 
 class Listing(NamedTuple):
@@ -84,16 +118,32 @@ def listing(aliases: Sequence[str] = ()) -> Listing:
     away: dict[str, str] = {}
     wanted = aliases or conf.aliases()
     for database in fence_databases(wanted):
-        rows = HeldLock.objects.using(database).order_by("name")
+        rows = HeldLock.objects.using(database).order_by("acquired_at")
         if aliases:
             rows = rows.filter(alias__in=aliases)
         with _reading(database, away):
-            found.entries.extend(entries(database, list(rows), found.unanswered))
+            ordered = sorted(rows, key=lambda row: by_number(row.name))
+            found.entries.extend(_counted(entries(database, ordered, found.unanswered)))
     for alias in wanted:
         if why := away.get(database := conf.config(alias).fence_database):
             why = f"its fence database {database!r} could not be read: {why}"
             found.unanswered.setdefault(alias, why)
     return found
+
+
+def _counted(locks: list[ListedLock]) -> list[ListedLock]:
+    """Add to each permit how many of its name are held."""
+    used = Counter(
+        (lock.alias, by_number(lock.name)[0])
+        for lock in locks
+        if lock.kind is Kind.PERMIT and lock.is_held
+    )
+    return [
+        replace(lock, used=used[lock.alias, by_number(lock.name)[0]])
+        if lock.kind is Kind.PERMIT
+        else lock
+        for lock in locks
+    ]
 
 
 @contextlib.contextmanager
@@ -130,8 +180,10 @@ def entries(
         columns = {each.name for each in fields(ListedLock)} & vars(row).keys()
         held = holders.get(row.alias, {}).get(row.name)
         if held is not None:
-            # Of several readers, the one that has this row.
-            held = next((each for each in held.others if each.owner == row.owner), held)
+            # Of several readers, the one that has this row. Others don't take a lock from it.
+            others = None if held.shared and row.slot else held
+            mine = (each for each in (held, *held.others) if each.owner == row.owner)
+            held = next(mine, others)
         remaining = (row.expires_at - now).total_seconds()
         state = _state(row, held, remaining) if row.alias in holders else State.UNKNOWN
         found.append(
@@ -143,6 +195,8 @@ def entries(
                 remaining=remaining,
                 waiting=(held.waiting if held else None) or 0,
                 rejected=rejected.get(row.name, 0),
+                kind=kind_of(row),
+                permit=None if row.permits is None else by_number(row.name)[1],
             )
         )
     return found
@@ -205,6 +259,10 @@ class Portrait:
     fences: list[KnownFence] = field(default_factory=list)
     entries: list[ListedLock] = field(default_factory=list)
     services: list[Asked] = field(default_factory=list)
+    #: Its permits by alias, if the registry has some.
+    permits: list[Permits] = field(default_factory=list)
+    #: The numbers of the permits that were ever granted as fenced locks.
+    granted_permits: list[int] = field(default_factory=list)
     #: The newest first.
     history: list[dict[str, Any]] = field(default_factory=list)
     #: The error of each unavailable database.
@@ -213,6 +271,12 @@ class Portrait:
     @property
     def is_held(self) -> bool:
         return any(each.holder for each in self.services)
+
+    @property
+    def only_permits(self) -> bool:
+        """Whether there is no lock of this name, but there are permits of it."""
+        has_lock = self.fences or self.entries or self.is_held
+        return not has_lock and bool(self.permits or self.granted_permits)
 
     @property
     def unanswered(self) -> bool:
@@ -228,8 +292,10 @@ def portrait(name: str) -> Portrait:
             connection = connections[database]
             if newest := LEDGERS[connection.vendor].newest(connection, name):
                 found.fences.append(KnownFence(database, *newest, pinned_by(database, name)))
-            rows = list(HeldLock.objects.using(database).filter(name=name))
-            found.entries += entries(database, rows, silent)
+            rows = HeldLock.objects.using(database).filter(name=name).order_by("acquired_at")
+            found.entries += entries(database, list(rows), silent)
+            found.granted_permits += granted_numbers(database, name)
+            found.permits += permits_of(database, name, silent)
             found.history += history(database, name)
     found.services += [_asked(alias, name, silent) for alias in conf.aliases()]
     return found

@@ -188,6 +188,8 @@ class ConnectionPool:
         for room in (*[self._room] * MAX_CONNECTIONS, self._spare):
             room.put(room)
         self._prepares = True
+        #: Places that wait for the end of a fork.
+        self._stopped: list[SimpleQueue[Any]] = []
 
     def run(
         self,
@@ -242,6 +244,27 @@ class ConnectionPool:
         """Close the idle connections."""
         while connection := self._idle_one():
             connection.close()
+
+    def before_fork(self) -> None:
+        """
+        Close SQLite's connections.
+
+        SQLite's locks on a file belong to a process. A child that inherits a connection takes them
+        for its own. The last other process that closes the file then deletes the log that the
+        child goes on to write to, and the child's commits are lost: a token could be granted twice.
+        """
+        if connections[self.using].vendor != "sqlite":
+            return
+        until = clock() + self.timeout
+        for room in (*[self._room] * MAX_CONNECTIONS, self._spare):
+            # One that is in use for longer is inherited.
+            _take(room, self._stopped, max(0.0, until - clock()))
+        self.close()
+
+    def after_fork_in_parent(self) -> None:
+        while self._stopped:
+            room = self._stopped.pop()
+            room.put(room)
 
     def after_fork(self) -> None:
         _of_parents.extend(self._idle)

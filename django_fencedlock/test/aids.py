@@ -34,6 +34,7 @@ from ..core.identity import Holder, LocalHolder, new_owner
 from ..core.manager import Service, service
 from ..core.runtime import clock
 from ..lease import Lease, forbid_in_event_loop
+from ..locks import Limit, Lock
 from ..storage.connections import is_of_test, test_connection, under_test
 from ..storage.vendors import LEDGERS
 
@@ -48,6 +49,8 @@ class hold_lock:  # noqa: N801
         let_wait: Let the tested code wait for the lock as long as it asks to. By default its
             acquire fails at once, since only the test itself could release the lock.
         shared: Hold it as a reader.
+        limit: Hold one of so many permits. The tested code gets another one that is free.
+        path: Hold the path `name`, as ``lock(name, path=True)`` does.
     """
 
     def __init__(
@@ -58,9 +61,13 @@ class hold_lock:  # noqa: N801
         fenced: bool = True,
         let_wait: bool = False,
         shared: bool = False,
+        limit: Limit = None,
+        path: bool = False,
     ) -> None:
         self._service = service(backend)
-        self._held = _held(self._service, names.validate(name), fenced, let_wait, shared)
+        asked = Lock(name, fenced=fenced, shared=shared, limit=limit, path=path)
+        name = names.path_name(name) if path else asked.name
+        self._held = _held(self._service, name, fenced, let_wait, shared, limit)
 
     def __enter__(self) -> Lease:
         forbid_in_event_loop("hold_lock(...)", "async with {}")
@@ -171,32 +178,41 @@ _SHORT = 0.01
 
 @contextlib.contextmanager
 def _held(
-    control: Service, name: str, fenced: bool, let_wait: bool, shared: bool = False
+    control: Service,
+    name: str,
+    fenced: bool,
+    let_wait: bool,
+    shared: bool = False,
+    limit: Limit = None,
 ) -> Iterator[Lease]:
     # Another holder than this thread and task, but on the test's connection.
     other = LocalHolder()
     owner = new_owner()._replace(thread="hold_lock")
     claim = new_claim(name, control.config.ttl, fenced, owner=owner, shared=shared)
+    if limit is not None:
+        claim = claim._replace(permits=names.count_permits(name, limit))
     lease = control.acquire(claim, who=other, of_another_process=True)
     if lease is None:
-        raise control.grants.refusal(name, 0)
+        raise control.refusal(claim, Wait())
     try:
-        with contextlib.nullcontext() if let_wait else _fail_at_once(control, name):
+        with contextlib.nullcontext() if let_wait else _fail_at_once(control, claim):
             yield lease
     finally:
         control.release([lease], other)
 
 
 @contextlib.contextmanager
-def _fail_at_once(control: Service, name: str) -> Iterator[None]:
-    acquire = control.grants.acquire
+def _fail_at_once(control: Service, claim: Claim) -> Iterator[None]:
+    kind, name = control.permits if claim.permits else control.grants, claim.name
+    acquire = kind.acquire
+    held = names.path_names(names.read_path(name)) if names.is_path(name) else (name,)
 
     def try_once(claim: Claim, wait: Wait, *more: Any) -> tuple[Grant, float] | Held:
-        if claim.name == name:
+        if claim.name in held:
             wait.seconds = 0.0
         return acquire(claim, wait, *more)
 
-    with mock.patch.object(control.grants, "acquire", try_once):
+    with mock.patch.object(kind, "acquire", try_once):
         yield
 
 

@@ -19,7 +19,7 @@ from ...core.runtime import clock
 from ...exceptions import BackendUnavailable
 from ...problems import clock_problem, ok
 from ...storage.text import shorten_error
-from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait, grant_of
+from ..interface import SHARED, Backend, Claim, Grant, Granted, Held, Renewal, Wait, grant_of
 from .client import Client, RedisError, is_cluster, make_client, settings_problems
 from .connections import Connections
 from .scripts import (
@@ -70,7 +70,12 @@ class RedisBackend(Backend):
     writer. If a writer stops waiting, the readers behind it notice within a beat.
 
     A waiter that dies delays those behind it by a few milliseconds. If it dies just as it gets the
-    lock, it delays them by three seconds at most (`scripts.CLAIM`).
+    lock, it delays them by three seconds at most (`scripts.CLAIM`). A live one that is slow, or
+    stopped, between two requests may be taken for dead (`scripts.GATE`): it loses one turn to the
+    next waiter, and keeps its place.
+
+    Each request of a waiter for one of N permits has 2 * N + 1 keys: 2,001 keys every two seconds
+    with limit=1000, and a look-up of 2,000. An uncontended acquire of a permit has three keys.
     """
 
     label = "redis"
@@ -274,7 +279,7 @@ class RedisBackend(Backend):
             if isinstance(answer, Exception):
                 raise self.unavailable("look up locks", answer) from answer
         found = zip(names, answers, strict=True)
-        return {name: _read_lock(*answer) for name, answer in found if answer[0] is not None}
+        return {name: _read_holders(*answer) for name, answer in found if answer[1] is not None}
 
     def suggest(self, name: str, floor: int) -> None:
         self._run("suggest a token for", name, SUGGEST, [self._keys(name).counter], str(floor))
@@ -320,7 +325,7 @@ def _granted(claim: Claim, token: str, since: float) -> Granted:
 def _value(grant: Grant) -> str:
     """Return the lock key's value while the grant holds the lock."""
     # The core may have given the grant another token. Another process's grant has no handle.
-    token = 0 if grant.shared else grant.token or 0
+    token = SHARED if grant.shared else grant.token or 0
     return grant.handle or f"{grant.owner}:{token}:{grant.identity}"
 
 
@@ -340,10 +345,19 @@ def _read_lock(value: bytes | str | None, expires: int, waiting: int | None = No
     """Return who holds a lock, by the value of its key and the milliseconds until it expires."""
     owner, token, identity = [*_text(value).split(":", 2), "", ""][:3]
     expires_in = expires / 1000 if expires >= 0 else None
+    if token == SHARED:
+        return Held(owner, identity, None, expires_in, waiting, shared=True)
     if not token.isdecimal():
         # The key was set by other software.
         return Held(expires_in=expires_in, waiting=waiting)
     return Held(owner, identity, int(token) or None, expires_in, waiting)
+
+
+def _read_holders(waiting: int, *found: Any) -> Held:
+    """Return who holds a lock, by what LOOK found."""
+    pairs = zip(found[::2], found[1::2], strict=True)
+    first, *others = (_read_lock(*each, waiting) for each in pairs)
+    return first._replace(others=tuple(others))
 
 
 def _text(value: bytes | str | None) -> str:

@@ -13,6 +13,7 @@ from hashlib import blake2b, sha1
 from typing import NamedTuple
 
 from ...core.names import read_permit
+from ..interface import SHARED
 
 #: Seconds of the longest blocking pop. A waiter runs ACQUIRE after each, which is its heartbeat.
 BEAT = 2.0
@@ -43,9 +44,9 @@ class Keys(NamedTuple):
 
     #: "owner:token:identity", with the ttl of the lease. The token is 0 if it isn't fenced; the
     #: identity is empty from a hand-over until the new owner claims the lock. Of a shared lock it
-    #: is a sorted set: "owner:0:identity" of each reader by the end of its lease, in milliseconds
-    #: of the server's clock. The key lives as long as the last of them. The key of a permit ends
-    #: in its number, that of another lock doesn't end in a digit.
+    #: is a sorted set: "owner:shared:identity" of each reader by the end of its lease, in
+    #: milliseconds of the server's clock. The key lives as long as the last of them. The key of a
+    #: permit ends in its number, that of another lock doesn't end in a digit.
     lock: str
     #: Sorted set of waiting owners by arrival, in microseconds of the server's clock. The scripts
     #: append ":" for that by the end of their last heartbeat, ":owner" for an owner's mailbox: the
@@ -156,7 +157,7 @@ local function wake(owner)
 end
 
 local function hand_to(owner, alive, reader)
-  local token = draw(reader and 'shared' or owner)
+  local token = draw(reader and '{SHARED}' or owner)
   if reader then
     while reader do
       let_in(reader, {CLAIM * 1000:.0f})
@@ -429,9 +430,9 @@ for last = 2, #KEYS, 2 do
       renewed = 1
     end
   elseif not held then
-    local owner, token = string.match(value, '^([^:]*):(%d+):')
-    local mine = token .. ':' .. owner
-    if token ~= '0' and (redis.pcall('GET', counter) or mine) == mine then
+    local owner, token = string.match(value, '^([^:]*):([1-9]%d*):')
+    local mine = owner and token .. ':' .. owner
+    if mine and (redis.pcall('GET', counter) or mine) == mine then
       redis.call('SET', counter, mine, 'PX', {_COUNTER_TTL})
       redis.call('SET', lock, value, 'PX', ttl)
       renewed = 1
@@ -443,14 +444,24 @@ return answers
 """)
 
 # KEYS     lock and queue of each lock
-# Returns  of each lock {value of the lock key, ms until it expires, number of waiters}
-LOOK = Script(f"""
-local lock
-{SHOW}
-local found = {{}}
+# Returns  of each lock {number of waiters, value of the lock key, ms until it expires}; of a shared
+#          lock the last two of each reader
+LOOK = Script("""
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local found = {}
 for last = 2, #KEYS, 2 do
-  lock = KEYS[last - 1]
-  found[last / 2] = {{show(), redis.call('PTTL', lock), redis.call('ZCARD', KEYS[last])}}
+  local lock = KEYS[last - 1]
+  local answer, held = {redis.call('ZCARD', KEYS[last])}, redis.pcall('GET', lock)
+  if type(held) == 'table' then
+    answer[2] = false
+    for place, each in ipairs(redis.call('ZRANGEBYSCORE', lock, now, '+inf', 'WITHSCORES')) do
+      answer[place + 1] = place % 2 == 1 and each or each - now
+    end
+  else
+    answer[2], answer[3] = held, redis.call('PTTL', lock)
+  end
+  found[last / 2] = answer
 end
 return found
 """)

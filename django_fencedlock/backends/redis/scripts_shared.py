@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from ..interface import SHARED
 from .scripts import DRAW, ENQUEUE, QUEUE, SHOW, Script
 
 # Takes a shared lock, which readers have together.
 # KEYS     as in Keys
 # ARGV     as in ACQUIRE
-# Returns  as ACQUIRE, without a token; nothing is to be rechecked: a reader that was let in and
-#          died delays a writer as long as a claim
+# Returns  as ACQUIRE, with the token SHARED; nothing is to be rechecked: a reader that was let in
+#          and died delays a writer as long as a claim
 # A newcomer doesn't pass a writer that waits. All readers before the next writer are let in.
 ACQUIRE_SHARED = Script(f"""
 local owner, ttl, identity, fenced, arrival = unpack(ARGV)
@@ -17,7 +18,7 @@ local lock, queue, counter = unpack(KEYS)
 {QUEUE}
 {ENQUEUE}
 {SHOW}
-local reader = owner .. ':0:' .. identity
+local reader = owner .. ':{SHARED}:' .. identity
 local held = redis.pcall('GET', lock)
 if type(held) == 'table' and not any_reader() then held = false end
 local function has()
@@ -42,9 +43,9 @@ if mine or not arrival then
   redis.call('DEL', queue .. ':' .. owner, queue .. ':' .. owner .. ':')
 end
 if mine then
-  if fenced == '1' or redis.call('EXISTS', counter) == 1 then draw('shared') end
+  if fenced == '1' or redis.call('EXISTS', counter) == 1 then draw('{SHARED}') end
   let_in(reader, ttl)
-  return '0:1'
+  return '{SHARED}:1'
 end
 if handed[1] then handed = {{{{1, unpack(handed)}}}} end
 local before = redis.call('ZRANK', queue, owner) or 0

@@ -17,6 +17,7 @@ from django.dispatch import Signal
 
 from ... import signals
 from ...backends.interface import Renewal
+from ...core.names import read_permit
 from ...lease import Lease
 
 try:
@@ -56,7 +57,13 @@ _IDS = re.compile(
 
 def pattern_of(name: str) -> str:
     """Return the default pattern of a name: ``invoice:*`` for ``invoice:42``."""
-    return _IDS.sub("*", name)
+    return _IDS.sub("*", _without_permit(name))
+
+
+def _without_permit(name: str) -> str:
+    """Return a lock's name: all of its permits are counted as one."""
+    permit = read_permit(name)
+    return permit[0] if permit else name
 
 
 class Patterns:
@@ -69,7 +76,7 @@ class Patterns:
         self._lock = threading.Lock()
 
     def of(self, name: str, template: str = "") -> str:
-        found = self._rule(name, template) if self._rule else None
+        found = self._rule(_without_permit(name), template) if self._rule else None
         pattern = found or template or pattern_of(name)
         if pattern in self._known:
             return pattern

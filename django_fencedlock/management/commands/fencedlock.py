@@ -21,6 +21,7 @@ from ...core import names
 from ...exceptions import BackendUnavailable, FencedLockError, SettingsError
 from ...ops import doctor, registry, resync
 from ...ops.force_release import HeldBy, Outcome, Release, consequences, force_release, held_by
+from ...ops.permits import by_number, shown_ranges
 from ...ops.registry import duration
 from ...ops.trim import trim
 from ...problems import Level
@@ -107,8 +108,12 @@ class Command(BaseCommand):
         entries = [each for each in found.entries if not state or each.state in state]
         lines = [] if found.unanswered else ["No locks."]
         if entries:
-            head = ("NAME", "STATE", "HOLDER", "ALIAS", "TOKEN", "HELD FOR", "LEFT")
-            lines = table(head, [_cells(each) for each in entries], self._paint)
+            head = ("NAME", "STATE", "KIND", "HOLDER", "ALIAS", "TOKEN", "HELD FOR", "LEFT")
+            rows = [head, *map(_cells, entries)]
+            if not any(row[2] for row in rows[1:]):
+                # Most projects have exclusive locks alone.
+                rows = [row[:2] + row[3:] for row in rows]
+            lines = table(rows[0], rows[1:], self._paint)
         locks = [asdict(each) for each in entries]
         self._put({"locks": locks, "unanswered": found.unanswered}, lines)
         for each, why in found.unanswered.items():
@@ -117,8 +122,11 @@ class Command(BaseCommand):
 
     def _show(self, name: str, **options: Any) -> int:
         found = registry.portrait(names.validate_any(name))
-        self._put(asdict(found), table(("LOCK", found.name), list(_details(found)), self._paint))
-        if found.is_held:
+        lines = table(("LOCK", found.name), list(_details(found)), self._paint)
+        if found.only_permits:
+            lines = [f"There is no lock {escape_control(repr(name))}, but it has permits.", *lines]
+        self._put(asdict(found), lines)
+        if found.is_held or any(each.held for each in found.permits):
             return 0
         return FAILED if found.unanswered else 1
 
@@ -143,22 +151,36 @@ class Command(BaseCommand):
         for held in holders:
             shown = held if owner is None else held.only([owner])
             if not yes and shown and shown.owner_id:
-                self._confirm(shown, options.get("stdin") or sys.stdin)
+                self._confirm(shown, len(held.holders), options.get("stdin") or sys.stdin)
             # Only the holders that were shown, or the one named by --owner, lose the lock.
             owners = owner or [each.owner_id for each in held.holders]
             done = force_release(name, by=by, backend=held.alias, owner_id=owners)
         told = str(done)
+        if not any(asked):
+            known = registry.portrait(name).permits
+            mine = [each for each in known if not alias or each.alias in alias]
+            if permits := [permit for each in mine for permit in each.held]:
+                told = _instead(name, permits)
         self._put({**asdict(done), "done": done.done, "message": told}, [escape_control(told)])
         return 0 if done.done else 1
 
-    def _confirm(self, found: HeldBy, stdin: Any) -> None:
+    def _confirm(self, found: HeldBy, readers: int, stdin: Any) -> None:
         where = f"alias {found.alias!r}, {found.backend}"
         expired = " Its lease has expired." if found.expired else ""
-        for line in (
+        who = [
             f"Lock {found.name!r} ({where}) is held by {found.holder}.{expired}",
             f"Its owner id is {found.owner_id}.",
-            *(f"Another reader is {each}, owner id {each.owner_id}." for each in found.others),
-            *consequences(found.fenced, found.holder.session_pid),
+        ]
+        if found.holder.shared:
+            lost = len(found.holders)
+            which = "all of them" if lost == readers else f"{lost} of them"
+            count = "one reader" if readers == 1 else f"{readers} readers"
+            who = [f"Lock {found.name!r} ({where}) is held by {count}.{expired}"]
+            who += [f"This takes it from {which}:"] * (readers > 1)
+            who += [f"  {each}, owner id {each.owner_id}" for each in found.holders]
+        for line in (
+            *who,
+            *consequences(found.fenced, found.holder.session_pid, shared=found.holder.shared),
         ):
             self.stdout.write(escape_control(line))
         if not stdin.isatty():
@@ -264,7 +286,8 @@ def current_user() -> str:
 
 def _cells(entry: registry.ListedLock) -> tuple[str, ...]:
     times = duration(entry.held_for), duration(max(0.0, entry.remaining))
-    return entry.name, entry.state, entry.holder, entry.alias, _token(entry), *times
+    about = entry.name, entry.state, entry.of_kind, entry.holder, entry.alias, _token(entry)
+    return *about, *times
 
 
 def _token(entry: registry.ListedLock) -> str:
@@ -275,6 +298,7 @@ def _token(entry: registry.ListedLock) -> str:
 
 
 def _details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
+    yield from _permit_details(found)
     for asked in found.services:
         says = "not held" if asked.holder is None else f"held by {asked.holder}"
         if asked.holder is not None and asked.holder.shared:
@@ -292,11 +316,13 @@ def _details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
             yield "", f"the next grant waits for {fence.pinned_by}"
     for database, why in found.away.items():
         yield f"database {database!r}", f"unavailable: {why}"
-    if not found.fences and not found.away:
+    if not found.fences and not found.away and not found.only_permits:
         yield "databases", "never granted as a fenced lock"
     for entry in found.entries:
         yield "registry", f"{entry.holder} through alias {entry.alias!r} ({entry.backend})"
         yield "state", entry.state
+        if entry.of_kind:
+            yield "kind", entry.of_kind
         yield "token", _token(entry)
         yield "owner", entry.owner
         yield "acquired", f"{_time(entry.acquired_at)}, {duration(entry.held_for)} ago"
@@ -311,6 +337,26 @@ def _details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
         note = f": {each['note']}" if each["note"] else ""
         what = f"{_time(each['at'])} {each['kind']}{times}{token}, {each['holder']}{note}"
         yield "history" if each is found.history[0] else "", what
+
+
+def _permit_details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
+    for each in found.permits:
+        yield "permits", f"{len(each.held)} of {each.limit} used, alias {each.alias!r}"
+        for name, holder in each.held.items():
+            yield f"  permit {by_number(name)[1]}", f"held by {holder}"
+        if each.free:
+            yield "  free", shown_ranges(each.free)
+    if found.granted_permits and not found.permits:
+        yield "permits", f"not held; granted so far: {shown_ranges(found.granted_permits)}"
+
+
+def _instead(name: str, permits: list[str]) -> str:
+    """Say what to release instead of a lock of which permits alone are held."""
+    return (
+        f"Lock {name!r} itself isn't held, but permits of it are: "
+        f"{names.shown(map(repr, permits))}. Name the one to release: "
+        f"manage.py fencedlock release {for_shell(permits[0])}"
+    )
 
 
 def _json_value(value: Any) -> str:

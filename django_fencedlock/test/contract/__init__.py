@@ -33,6 +33,7 @@ _PARTS = (
     "losing",
     "naming",
     "outages",
+    "paths",
     "permits",
     "sets",
     "sharing",

@@ -24,8 +24,8 @@ from ..processes import TIMEOUT, wait_until
 LONG = 60.0
 
 
-def try_to_take(alias: str, name: str, limit: int | None = None) -> bool:
-    lease = lock(name, ttl=LONG, backend=alias, limit=limit).acquire(blocking=False)
+def try_to_take(alias: str, name: str, limit: int | None = None, path: bool = False) -> bool:
+    lease = lock(name, ttl=LONG, backend=alias, limit=limit, path=path).acquire(blocking=False)
     return lease is not None and lease.release()
 
 
@@ -59,8 +59,10 @@ def hold(
     fenced: bool = True,
     shared: bool = False,
     limit: int | None = None,
+    path: bool = False,
 ) -> int:
-    asked = lock(name, ttl=ttl, backend=alias, fenced=fenced, shared=shared, limit=limit)
+    kind: dict[str, Any] = {"shared": shared, "limit": limit, "path": path}
+    asked = lock(name, ttl=ttl, backend=alias, fenced=fenced, **kind)
     lease = asked.acquire(blocking_timeout=wait)
     assert lease is not None, f"Lock {name!r} isn't free."
     _held[name] = lease
@@ -110,6 +112,18 @@ def read_and_write(alias: str, name: str, times: int, log: str) -> None:
             kind = "reader" if shared else "writer"
             _note(log, f"in {kind} {lease.token}")
             _note(log, f"out {kind} {lease.token}")
+
+
+def take_random_paths(alias: str, root: str, times: int, log: str) -> None:
+    """Acquire random paths of a tree of 13 names in three levels; note each with its tokens."""
+    for _ in range(times):
+        parts = [root, *(str(random.randint(1, 3)) for _ in range(random.choice((0, 1, 2, 2))))]
+        path = "/".join(parts)
+        with lock(path, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT, path=True) as lease:
+            _note(log, f"in {path} {lease.token}")
+            with lease.atomic():
+                time.sleep(random.uniform(0, 0.005))
+            _note(log, f"out {path} {lease.token}")
 
 
 def note_when_served(alias: str, name: str, place: int, log: str) -> None:

@@ -27,14 +27,19 @@ from ..processes import (
     wait_until,
 )
 from . import acts
-from .base import SHORT, Contract, all_at_once
+from .base import SHORT, all_at_once
 from .dying import SOON, kill
+from .paths import PathContract
 
 SHARED = "shared"
 
 
-class SharedContract(Contract):
-    """For backends with ``supports_shared``: readers share, and a writer excludes them."""
+class SharedContract(PathContract):
+    """
+    For backends with ``supports_shared``: readers share, and a writer excludes them.
+
+    So do the holders of paths and those above them.
+    """
 
     # Hooks
 
