@@ -403,6 +403,20 @@ class TestLosing:
             waiting.submit(leases.release).result()
             waiting.submit(connections.close_all).result()
 
+    def test_it_gives_up_in_time_if_its_leases_expire_at_once(self, monkeypatch):
+        control = service("default")
+        hold = control.hold
+
+        def hold_too_late(*given, **more):
+            lease = hold(*given, **more)
+            lease.deadline = 0.0
+            return lease
+
+        monkeypatch.setattr(control, "hold", hold_too_late)
+        assert lock_all("a", "b").acquire(blocking=False) is None
+        assert lock_all("a", "b").acquire(blocking_timeout=0.2) is None
+        assert_free("a", "b")
+
     def test_its_locks_on_a_session_are_released_as_it_is_lost(self, settings, postgres):
         """They would stay until the end of the block, which may hang."""
         settings.FENCEDLOCK = {"default": dict(BACKENDS["postgres"])}
