@@ -30,7 +30,8 @@ from .fields import confused_texts, is_text, target_of
 
 SERIALISED, HIGH_WATER = "serialised", "high_water"
 MODES = (SERIALISED, HIGH_WATER)
-_LOCK_OPTIONS = ("ttl", "blocking_timeout", "backend", "shared", "required")
+_SET_OPTIONS = ("ttl", "blocking_timeout", "backend", "required")
+_LOCK_OPTIONS = (*_SET_OPTIONS, "shared")
 
 #: The names of locks, each with look-ups that find its rows among others.
 Rows = Sequence[tuple[str | None, Mapping[str, Any]]]
@@ -281,15 +282,15 @@ class FencingOf:
         Name the locks of rows: ``with Invoice.fencing.lock_all(queryset) as leases:``.
 
         All of them are acquired, or none. `rows` is a queryset or objects. Takes the options of
-        lock(); `blocking_timeout` is for all of them together.
+        lock() except `shared`; `blocking_timeout` is for all of them together.
         """
         if self.spec.path:
             raise TypeError(
                 f"{self.model.__name__}.fencing.lock_all(): its locks are paths, which no set has. "
                 "Write: with first.fencing.lock() as one, second.fencing.lock() as two:"
             )
-        for unknown in options.keys() - {*_LOCK_OPTIONS}:
-            what, has = f"{self.model.__name__}.fencing.lock_all()", ", ".join(_LOCK_OPTIONS)
+        for unknown in options.keys() - {*_SET_OPTIONS}:
+            what, has = f"{self.model.__name__}.fencing.lock_all()", ", ".join(_SET_OPTIONS)
             raise TypeError(f"{what} has no argument {unknown}; it has rows, {has}.")
         return RowLocks(self, rows, options)
 

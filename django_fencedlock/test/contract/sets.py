@@ -162,7 +162,7 @@ class SetContract(Contract):
     def test_the_forced_release_of_one_name_is_the_loss_of_the_set(self, names: list[str]) -> None:
         with (
             pytest.raises(LeaseLost, match="by the boss"),
-            self.lock_all(names, ttl=1.0) as leases,
+            self.lock_all(names, ttl=3.0) as leases,
         ):
             force_release(names[1], by="the boss", backend=self.alias)
             with pytest.raises(StaleFence, match="the boss"), leases.atomic(self.database):
