@@ -21,7 +21,6 @@ from django.db.models import UniqueConstraint
 from django.utils import timezone
 
 from .. import conf
-from ..conf import UNSET
 from ..core import names
 from ..lease import Lease, current_lease
 from ..lock_sets import LockSet, sort_names
@@ -412,7 +411,7 @@ class RowLocks(LockSet):
         super().__init__(
             (),
             ttl=first._ttl,
-            blocking_timeout=options.get("blocking_timeout", UNSET),
+            blocking_timeout=options.get("blocking_timeout", conf.UNSET),
             backend=first.backend,
             fenced=True,
             required=first.required,
