@@ -22,6 +22,9 @@ class PermitClient(InBlocks):
     def choose(self) -> tuple[str, dict[str, Any]]:
         return "pool", {"limit": PERMITS}
 
+    def terms_of(self, lease: Lease) -> tuple[str, dict[str, Any]]:
+        return self.choose()
+
     def ways_under(self, lease: Lease) -> dict[str, int]:
         return {"slot": 1}
 
@@ -36,6 +39,9 @@ class SharedClient(InBlocks):
     def choose(self) -> tuple[str, dict[str, Any]]:
         shared = self.random.random() < 0.6
         return f"stock:{self.random.randint(1, self.rows)}", {"shared": shared}
+
+    def terms_of(self, lease: Lease) -> tuple[str, dict[str, Any]]:
+        return lease.name, {"shared": lease.shared}
 
     def ways_under(self, lease: Lease) -> dict[str, int]:
         return {"reading": 1} if lease.shared else {"stock": 1}

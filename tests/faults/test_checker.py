@@ -279,3 +279,108 @@ def test_accounts_survive_a_kill_in_mid_line(tmp_path):
     acquired, write = read_operations(tmp_path)
     assert (acquired.outcome, acquired.token, acquired.client) == (OK, 1, "client-0-0")
     assert (write.outcome, write.ended, write.stamp) == (UNKNOWN, None, "s")
+
+
+# Readers share a token. Their fence has no owner of its own.
+
+
+def a_reader(story, client, token=1, **facts):
+    first = not any(each.after == token for each in story.history.trail if each.kind == "fence")
+    if first:
+        story.entry("fence", token - 1, token, token, "shared")
+    owner = f"{client}/{story.second}"
+    return story.grant(client, token, recorded=False, owner=owner, shared=True, **facts)
+
+
+def a_reading(story, lease, read=None, **facts):
+    stamp = f"stamp {story.second}"
+    story.entry(
+        "reading", None, story.counts.get("stock", 0) if read is None else read, None, stamp
+    )
+    own = {"token": lease.token, "owner": lease.owner, "table": "reading", "stamp": stamp}
+    return story.operation("write", lease.client, **own, shared=True, **facts)
+
+
+def test_nothing_is_wrong_with_readers_between_writers(story):
+    first, other = a_reader(story, "a"), a_reader(story, "b")
+    a_reading(story, other)
+    a_reading(story, first)
+    story.release(first)
+    story.release(other)
+    writer = story.grant("a", 2)
+    story.write(writer, table="stock")
+    story.release(writer)
+    a_reading(story, a_reader(story, "b", 3))
+    assert story.found() == set()
+    assert takeovers(story.history) == 0
+
+
+def test_a_writer_that_takes_over_from_two_readers(story):
+    a_reader(story, "a")
+    a_reader(story, "b")
+    story.grant("c", 2)
+    assert story.found() == set()
+    assert takeovers(story.history) == 2
+
+
+def test_a_reader_that_has_the_token_of_a_writer(story):
+    story.entry("fence", 0, 1, 1, "a/1")
+    story.grant("a", 1, recorded=False, owner="a/1")
+    a_reader(story, "b")
+    assert story.found() == {"I1", "I7"}
+
+
+def test_a_reader_that_gets_a_lower_token_than_a_writer_before(story):
+    a_reader(story, "a")
+    story.grant("b", 2)
+    a_reader(story, "a")
+    assert story.found() == {"I2"}
+
+
+def test_a_reader_that_commits_after_the_next_writers_grant(story):
+    reader = a_reader(story, "a")
+    story.grant("b", 2)
+    a_reading(story, reader)
+    assert story.found() == {"I4"}
+
+
+def test_a_writer_that_commits_after_a_readers_grant(story):
+    writer = story.grant("a", 1)
+    a_reader(story, "b", 2)
+    story.write(writer, table="stock")
+    assert story.found() == {"I4"}
+
+
+def test_a_reading_of_something_older(story):
+    writer = story.grant("a", 1)
+    story.write(writer, table="stock")
+    story.release(writer)
+    a_reading(story, a_reader(story, "b", 2), read=0)
+    assert story.found() == {"I5"}
+
+
+@pytest.mark.parametrize(("first", "second"), [("writer", "reader"), ("reader", "writer")])
+def test_a_reader_beside_a_writer(story, first, second):
+    kinds = {
+        "reader": lambda client, token: a_reader(story, client, token),
+        "writer": lambda client, token: story.grant(client, token),
+    }
+    earlier = kinds[first]("a", 1)
+    kinds[second]("b", 2)
+    story.release(earlier)
+    assert story.found(Terms(ttl=9)) == {"I10"}
+
+
+def test_readers_beside_each_other(story):
+    earlier, later = a_reader(story, "a"), a_reader(story, "b")
+    story.release(earlier)
+    story.release(later)
+    assert story.found(Terms(ttl=9)) == set()
+
+
+def test_the_name_of_a_permit_is_known_once_it_was_granted(tmp_path):
+    notes = Recorder(tmp_path, "a")
+    number = notes.invoke("acquire", "pool", limit=3)
+    notes.answer(number, OK, token=1, owner="x", name="pool [permit 2]")
+    (operation,) = read_operations(tmp_path)
+    assert operation.name == "pool [permit 2]"
