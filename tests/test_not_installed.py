@@ -71,7 +71,7 @@ for app in ("contenttypes", "auth", "sessions"):
     call_command("migrate", app, verbosity=0)
 browser = Client()
 browser.force_login(User.objects.create_superuser("ada"))
-for page in ("heldlock/", "heldlock/x/change/", "fence/", "lockevent/"):
+for page in ("heldlock/", "heldlock/1/change/", "fence/", "lockevent/"):
     answer = browser.get(f"/admin/django_fencedlock/{page}")
     assert answer.status_code == 503, page
     assert "Run: manage.py migrate django_fencedlock" in answer.content.decode(), page

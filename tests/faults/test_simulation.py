@@ -18,7 +18,7 @@ from django.db import connections
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from django_fencedlock.core import grants, keeper, manager
+from django_fencedlock.core import endings, grants, keeper
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.storage.dialect import Entry
 from django_fencedlock.storage.vendors import LEDGERS
@@ -51,7 +51,7 @@ steps = st.builds(
 
 @pytest.fixture
 def now(monkeypatch):
-    for module in (manager, grants, keeper):
+    for module in (endings, grants, keeper):
         monkeypatch.setattr(module.logger, "disabled", True)
     with simulated_time() as found:
         yield found

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from django_fencedlock import conf
 from django_fencedlock.backends.interface import Grant, Wait
-from django_fencedlock.core import grants, keeper, manager
+from django_fencedlock.core import endings, grants, keeper
 from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import LocalHolder
 from django_fencedlock.core.manager import Service
@@ -271,7 +271,7 @@ def simulated_time() -> Iterator[Any]:
     with (
         patch.object(grants, "time", SimpleNamespace(sleep=sleep)),
         # Nobody releases a lock by force, and there is no database to ask.
-        patch.object(manager, "told", lambda using, owners: {}),
+        patch.object(endings, "told", lambda using, owners: {}),
         patch.object(keeper, "notify", call),
         patch.dict(Lease.__init__.__kwdefaults__, {"clock": read}),
     ):
