@@ -119,6 +119,25 @@ def test_a_reader_whose_answer_is_lost_has_one_node(proxied, alone):
     assert backend.verify(grant(sent, answer))
 
 
+def test_a_reader_that_is_tried_again_enters_again_beside_others(backend):
+    """It was released by force."""
+    take(backend, reader("x", ttl=5))
+    taken = take(backend, sent := reader("x", ttl=5))
+    (session,) = backend._open
+    assert session.delete(backend._nodes[sent.owner].path)
+    again = take(backend, sent)
+    assert again.handle.number > taken.handle.number
+
+
+def test_a_reader_whose_first_try_failed_has_one_node(backend):
+    """No answer came in time, so the backend doesn't know the node that it made."""
+    take(backend, reader("x", ttl=5))
+    taken = take(backend, sent := reader("x", ttl=5))
+    del backend._nodes[sent.owner]
+    assert take(backend, sent).handle.number == taken.handle.number
+    assert len(nodes_of(backend, "x")) == 2
+
+
 def test_another_reader_costs_a_reader_no_round_trip(backend, monkeypatch):
     taken, (session,) = [take(backend, reader("x", ttl=5))], backend._open
     sent, really = [], session.send
