@@ -446,7 +446,7 @@ def test_one_of_several_nodes_is_away(make_etcd_cluster, make):
 def test_a_full_server_says_what_to_do_and_lets_locks_go(make_etcd, make):
     server = make_etcd("--quota-backend-bytes", str(2**20))
     backend = make(server.url)
-    taken = take(backend, claim("before"))
+    taken, evicted = take(backend, claim("before")), take(backend, reader("evicted"))
     big = {"value": encode("x" * 200_000)}
     numbers = itertools.count()
 
@@ -462,6 +462,8 @@ def test_a_full_server_says_what_to_do_and_lets_locks_go(make_etcd, make):
     assert backend.renew([taken]) == [Renewal.KEPT]
     assert backend.verify(taken)
     assert backend.release(taken)
+    other = make(server.url, prefix=backend.config.key_prefix)
+    assert other.release(Grant("evicted", evicted.owner))
     ((number, message), *_) = problems(backend)
     assert number == "W050"
     assert "NOSPACE" in message

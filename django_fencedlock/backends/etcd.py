@@ -157,17 +157,19 @@ class EtcdBackend(QueuedBackend):
                 return
 
     def leave(self, name: str, owner: str) -> bool | None:
-        # Of another process's owner, or a former one, the kind isn't known.
-        is_known, is_repeated = owner in self._doubts.owners, False
-        for shared in [owner in self._doubts.readers] if is_known else [False, True]:
-            key = self._key(name, owner, shared)
-            answer = self._send("kv/deleterange", {"key": encode(key)})
-            if answer.status != 200:
-                raise refused(answer)
-            if int(answer.body.get("deleted", 0)):
-                return True
-            is_repeated |= answer.is_repeated
-        return None if is_repeated else False
+        keys = [encode(self._key(name, owner, shared)) for shared in (False, True)]
+        if owner in self._doubts.owners:
+            key = keys[owner in self._doubts.readers]
+            answer = self._send("kv/deleterange", {"key": key})
+        else:
+            # The kind isn't known: it is another process's owner, or a former one.
+            both = [{"request_delete_range": {"key": key}} for key in keys]
+            answer = self._send("kv/txn", {"success": both})
+        if answer.status != 200:
+            raise refused(answer)
+        parts = [each["response_delete_range"] for each in answer.body.get("responses", ())]
+        was_there = any(int(each.get("deleted", 0)) for each in [answer.body, *parts])
+        return was_there or (None if answer.is_repeated else False)
 
     def entries(self, session: int, names: Mapping[str, str]) -> Mapping[str, str]:
         answer = self._ask("lease/timetolive", {"ID": session, "keys": True})
