@@ -251,8 +251,8 @@ class ZooKeeperBackend(QueuedBackend):
         for name, nodes in firsts.items():
             entries = [
                 read_entry(owner_of(node), data[0].decode(), data[1].czxid)
-                for node, data in zip(nodes, answers, strict=False)
-                if data
+                for node in nodes
+                if (data := next(answers))
             ]
             if entries:
                 gone = len(nodes) - len(entries)
