@@ -199,6 +199,7 @@ WRONG = [
     (lambda: enter([Invoice()]), ValueError, "no lock yet: id is empty. Save it first."),
     (lambda: Invoice.fencing.lock_all([], ttl=0), ValueError, "ttl is 0"),
     (lambda: Invoice.fencing.lock_all([], fenced=0), TypeError, "has no argument fenced; it has"),
+    (lambda: Invoice.fencing.lock_all([], shared=True), TypeError, "has no argument shared; it"),
     (
         lambda: awaited(enter_in_coroutine),
         SynchronousOnlyOperation,

@@ -150,6 +150,16 @@ def test_those_above_end_first():
         assert lease.remaining() <= 5
 
 
+def test_a_lock_above_that_has_expired_ends_the_path():
+    with lock(PATH, path=True) as lease:
+        expire_lease(lease.above[1])
+        assert lease.expired
+        with pytest.raises(LeaseLost, match=r"'warehouse/7 \[path\]'.*its ttl"):
+            lease.check()
+        lease.renew()
+        lease.check()
+
+
 def test_not_required(thread):
     held = thread.call(lock("warehouse/7", path=True).acquire)
     with lock(PATH, path=True, required=False, blocking_timeout=0) as lease:

@@ -469,22 +469,25 @@ class Counted:
 def test_a_limit_that_is_raised_and_lowered_under_load(on, name):
     on(name)
     limit, counted, ends = [2], Counted(), threading.Event()
+    asked = dict.fromkeys(range(7), 2)
 
-    def work():
+    def work(number):
+        def ask():
+            asked[number] = limit[0]
+            return asked[number]
+
         while not ends.is_set():
-            with lock("gpu", limit=lambda: limit[0], blocking_timeout=None, ttl=20):
+            with lock("gpu", limit=ask, blocking_timeout=None, ttl=20):
                 counted.pass_through(random.uniform(0.05, 0.15))
             # Else this thread acquires its permit again before one that polls.
             time.sleep(random.uniform(0, 0.05))
 
-    workers = [beside(work) for _ in range(7)]
+    workers = [beside(work, number) for number in asked]
     try:
         for now in (2, 5, 1, 3):
             former, limit[0] = limit[0], now
             # Lowering takes nothing from those that hold, or are about to.
-            time.sleep(0.5)
-            wait_until(lambda most=now: counted.inside <= most, "those above the limit to leave")
-            time.sleep(0.5)
+            wait_until(lambda most=now: max(asked.values()) <= most, "those above it to leave")
             counted.most = counted.inside
             time.sleep(0.3)
             assert counted.most <= now, (former, now)
@@ -513,7 +516,7 @@ def write_late(pk, lock_name):
 def test_the_late_writes_of_stopped_holders_are_rejected(on, name, processes):
     on(name)
     row = Account.objects.using("postgres").create(name="first")
-    terms = {"ttl": 1.5, "limit": 4}
+    terms = {"ttl": 4, "limit": 4}
     with contextlib.ExitStack() as stack:
         first = [stack.enter_context(processes.borrow()) for _ in range(4)]
         for each in first:
@@ -761,10 +764,12 @@ class TestTrim:
 def test_an_expired_holder_above_the_limit_can_no_longer_write(on):
     on("database")
     control = service("default")
-    with all_held("gpu", 2, ttl=0.3) as held:
+    with all_held("gpu", 2, ttl=2) as held:
         _, paused = next(each for each in held if each[1].name == permit_name("gpu", 2))
         control.keeper.forget(paused)
-        time.sleep(0.4)
+        wait_until(lambda: paused.expired, "the end of the lease")
+        # The server counts from a little later on.
+        time.sleep(0.5)
         done = trim("gpu", 1, by="the boss")
         assert done.raised == [paused.name]
         with pytest.raises((StaleFence, LeaseLost), match="the boss"), paused.atomic():

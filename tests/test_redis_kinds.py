@@ -304,7 +304,7 @@ def test_a_newcomer_does_not_pass_the_queue_of_permits(backend, redis):
 
 def test_permits_that_expire_go_to_the_waiters_in_order(backend):
     for _ in range(2):
-        taken(backend, 2, ttl=0.8)
+        taken(backend, 2, ttl=2)
     began = clock()
     waiters = [Waiting(backend, 2) for _ in range(3)]
     held = [waiter.result() for waiter in waiters[:2]]
@@ -374,7 +374,7 @@ def test_a_waiter_that_leaves_takes_no_permit_along(backend, redis, way):
         with pytest.raises(LookupError):
             backend.acquire_any(permits(2), Wait(SLACK, **calls))
     else:
-        waiter = Waiting(backend, 2, seconds=0.3 if way == "time" else SLACK)
+        waiter = Waiting(backend, 2, seconds=1.5 if way == "time" else SLACK)
         if way == "cancelled":
             cancelled = clock()
             waiter.wait.cancel()
@@ -433,7 +433,7 @@ def test_no_permit_has_two_holders_and_none_stays_when_many_come_and_go(backend,
 
     def run(seed):
         rng = random.Random(seed)
-        while clock() < end:
+        while clock() < end or (clock() < end + SLACK and len(grants) <= 50):
             claims = permits(rng.choice([2, 3]), ttl=5)
             answer = backend.acquire_any(claims, Wait(rng.uniform(0.0005, 0.05)))
             if isinstance(answer, Held):
@@ -613,7 +613,7 @@ def test_readers_get_in_when_the_writer_before_them_leaves(backend, redis, way):
         queue_up(backend, NAME)
         left_at = clock() + ALIVE
     else:
-        writer = WaitingFor(backend, fenced(), 0.5 if way == "time" else SLACK)
+        writer = WaitingFor(backend, fenced(), 1.5 if way == "time" else SLACK)
     waiter = WaitingFor(backend, reader(NAME))
     if way != "dead":
         if way == "cancelled":
@@ -687,7 +687,7 @@ def test_no_writer_is_inside_with_another_when_many_come_and_go(backend, redis):
 
     def run(seed):
         rng = random.Random(seed)
-        while clock() < end:
+        while clock() < end or (clock() < end + SLACK and not enough()):
             reads = rng.random() < 0.7
             sent = reader(NAME, ttl=5) if reads else fenced(ttl=5)
             answer = backend.acquire(sent, Wait(rng.uniform(0.0005, 0.1)))
@@ -702,11 +702,13 @@ def test_no_writer_is_inside_with_another_when_many_come_and_go(backend, redis):
             if not backend.release(grant(sent, answer)):
                 faults.append("lost")
 
+    def enough():
+        return min(done.count(True), done.count(False)) > 20
+
     end = clock() + 1.5
     at_once([partial(run, seed) for seed in range(8)])
     assert faults == []
-    assert done.count(True) > 20
-    assert done.count(False) > 20
+    assert enough()
     assert left(backend, redis) == set()
 
 
@@ -749,7 +751,7 @@ def test_only_the_first_waiter_looks_as_soon_as_a_lock_expires(backend, monkeypa
         backend._here, "pop", lambda key, limit: (popped.append(limit), really(key, limit))
     )
     for number, sent in enumerate([fenced("1"), fenced("2"), reader("3")]):
-        take(backend, fenced(sent.name, ttl=0.5))
+        take(backend, fenced(sent.name, ttl=1.5))
         if number:
             # The first one, which never asks again.
             queue_up(backend, sent.name)

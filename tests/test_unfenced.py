@@ -15,6 +15,7 @@ from django_fencedlock.ops.registry import State, listing
 from django_fencedlock.storage import unfenced
 from django_fencedlock.storage.connections import ConnectionPool
 from django_fencedlock.storage.unfenced import rows as unfenced_rows
+from django_fencedlock.test.processes import another_thread
 from tests.failing import unavailable
 
 pytestmark = [
@@ -70,6 +71,21 @@ def test_a_row_is_renewed_with_its_lease(writing, rows):
         again = rows.get()
         assert again.acquired_at == first.acquired_at
         assert again.expires_at > first.expires_at
+
+
+def test_each_reader_has_a_row(writing, rows):
+    reading, others = lock("report", fenced=False, shared=True, ttl=60), lock("x", fenced=False)
+    with another_thread() as thread, reading as mine, others as other:
+        lease = thread.call(reading.acquire, blocking=False)
+        for _ in range(2):
+            renew_all(writing)
+            owners = {mine.owner_id, lease.owner_id, other.owner_id}
+            assert {row.owner for row in rows.all()} == owners
+        thread.call(lease.release)
+        writing.flush()
+        assert {row.owner for row in rows.all()} == {mine.owner_id, other.owner_id}
+    writing.flush()
+    assert not rows.exists()
 
 
 def test_the_row_of_a_dead_holder_is_replaced(writing, rows):

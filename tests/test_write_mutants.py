@@ -19,7 +19,7 @@ from django.db.backends.utils import CursorWrapper
 from django_fencedlock import current_lease
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.models import Fence, HeldLock, writes
-from django_fencedlock.storage import fenced_atomic
+from django_fencedlock.storage import fenced_atomic, fences
 from django_fencedlock.storage.dialect import Entry
 from django_fencedlock.storage.postgresql import DriverCursor
 from tests import test_ledgers, test_pinning, test_write_paths, test_write_rules
@@ -156,6 +156,7 @@ FUNCTIONS = [
     writes.accepted_fences,
     writes._fences_of_many,
     fenced_atomic.is_pinned,
+    fences.not_newest,
 ]
 PYTHON = [
     pytest.param(function, place, id=f"{function.__name__}-{place}")
@@ -182,7 +183,7 @@ OPERATOR = re.compile(r"(?<= )(?:<=|<>|<|=|>|AND|OR|IN)(?= )")
     [
         (r"UPDATE .tests_invoice.*? WHERE ", 8, killers_of_writes),
         (r"INSERT INTO .tests_ledgerline.*? WHERE ", 5, killers_of_writes),
-        (r"SELECT .* FROM django_fencedlock_fence WHERE ", 5, killers_of_writes),
+        (r"SELECT .* FROM django_fencedlock_fence WHERE ", 3, killers_of_writes),
         (r"UPDATE django_fencedlock_fence SET .* WHERE ", 7, killers_of_grants),
         (r"SELECT 1 FROM django_fencedlock_heldlock WHERE ", 7, killers_of_grants),
         (r"UPDATE django_fencedlock_heldlock SET alias.* WHERE ", 5, killers_of_grants),

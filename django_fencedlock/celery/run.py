@@ -17,7 +17,7 @@ from ..backends.interface import Wait
 from ..core import runtime, set_grants
 from ..core.grants import new_claim
 from ..core.identity import current_holder, running_task
-from ..core.permits import held_as
+from ..core.names import held_as
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
 from ..lease import Lease, require_finished
 from ..lock_sets import LeaseSet
@@ -167,7 +167,7 @@ class Run(Call):
 
     def _refuse_own_lock(self) -> LockNotAcquired | None:
         """Return the error of a call that would wait for the code that made it."""
-        keys = self.names if self.is_set else [held_as(self.claim())]
+        keys = self.names if self.is_set else [held_as(self.name, self.permits)]
         held = next(filter(None, (self.service.lease_of(key, self._who) for key in keys)), None)
         if held is None or not self.service.backend.excludes:
             return None

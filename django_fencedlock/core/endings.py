@@ -89,7 +89,8 @@ class Endings:
                 )
 
     def _finish(self, leases: Leases) -> bool:
-        leases = [*leases, *leave_above(leases)]
+        if any(lease.above for lease in leases):
+            leases = [*leases, *leave_above(leases)]
         kept = self.let_go(leases)
         for lease, was_kept in zip(leases, kept, strict=True):
             # Before the loss of one: it would be that of them all.

@@ -34,8 +34,8 @@ from .events import Kind, emit, subscribe
 from .grants import Grants, holder_of
 from .identity import LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
-from .names import is_path
-from .permits import Permits, held_as
+from .names import held_as, is_path
+from .permits import Permits
 from .runtime import clock
 from .set_grants import SetAcquire
 
@@ -102,7 +102,7 @@ class Service(Endings):
             raise
         except BaseException:
             # No thread renews it, or an exception from outside keeps it from the caller.
-            if lease := self.lease_of(held_as(claim), who):
+            if lease := self.lease_of(held_as(claim.name, claim.permits), who):
                 lease.released = True
                 self._forget(lease)
                 self.keeper.forget(lease)
@@ -197,7 +197,7 @@ class Service(Endings):
             lent=test_has_ended(connections[self.config.fence_database]),
             clock=self._clock,
         )
-        who.leases[self, held_as(grant)] = lease
+        who.leases[self, held_as(grant.name, grant.permits)] = lease
         self.keeper.keep(lease)
         return lease
 
@@ -206,7 +206,7 @@ class Service(Endings):
         emit(Kind.REFUSED, self.backend, name, pattern=pattern, waited=waited, holder=holder)
 
     def _forget(self, lease: Lease) -> None:
-        key = self, held_as(lease.grant)
+        key = self, held_as(lease.grant.name, lease.grant.permits)
         if (who := lease.who) is not None and who.leases.get(key) is lease:
             del who.leases[key]
         if lease.grant.permits:
@@ -233,7 +233,7 @@ class Service(Endings):
 
     def enter_again(self, claim: Claim, who: LocalHolder) -> Lease | None:
         """Return the lease that `who` has already, entered once more; else None."""
-        lease = self.lease_of(held_as(claim), who)
+        lease = self.lease_of(held_as(claim.name, claim.permits), who)
         if lease is None or lease.is_ending:
             return None
         if lease.lost:
@@ -264,7 +264,11 @@ class Service(Endings):
     def interrupted(self, claims: Sequence[Claim], wait: Wait) -> None:
         """Undo what claims have got in their wait: an exception interrupted their code."""
         who = current_holder()
-        found = [lease for each in claims if (lease := self.lease_of(held_as(each), who))]
+        found = [
+            lease
+            for each in claims
+            if (lease := self.lease_of(held_as(each.name, each.permits), who))
+        ]
         # The lease of a path, once it is made, releases those above it.
         above = () if any(lease.above for lease in found) else wait.asked
         self._undo_entering([*claims, *above], who, wait)
@@ -274,7 +278,7 @@ class Service(Endings):
         self, claims: Sequence[Claim], who: LocalHolder, wait: Wait | None = None
     ) -> None:
         for claim in claims:
-            lease = self.lease_of(held_as(claim), who)
+            lease = self.lease_of(held_as(claim.name, claim.permits), who)
             if lease is None or lease.entered_by is None:
                 continue
             if lease.entered_by is claim or lease.entered_by is wait:

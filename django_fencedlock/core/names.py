@@ -73,6 +73,15 @@ def validate_any(name: object) -> str:
     return name
 
 
+def held_as(name: str, permits: int | None) -> str:
+    """Return the name by which a holder has a lease: all permits of a lock have the same."""
+    if permits is None:
+        return name
+    permit = read_permit(name)
+    # No lock has a name that ends like this.
+    return permit_name(permit[0] if permit else name, 0)
+
+
 def count_permits(name: str, limit: object) -> int:
     """Return how many permits lock `name` has by `limit`, which may be a callable."""
     found = limit() if callable(limit) else limit

@@ -26,7 +26,7 @@ def put_beneath(leaf: Lease, above: Sequence[Lease]) -> None:
     end = _EndOf(weakref.ref(leaf))
     for each in above:
         each.interrupt_by(end)
-    # The innermost first, as they are released. No ancestor is entered from now on but by this.
+    # The innermost first, as they are released: from now on, at the end of this lease.
     leaf.above = tuple(reversed(above))
 
 

@@ -213,12 +213,3 @@ def names_of(claim: Claim) -> list[str]:
     if claim.permits is None:
         return [claim.name]
     return [permit_name(claim.name, number + 1) for number in range(claim.permits)]
-
-
-def held_as(claim: Claim | Grant) -> str:
-    """Return the name by which a holder has a lease: all permits of a lock have the same."""
-    if claim.permits is None:
-        return claim.name
-    permit = read_permit(claim.name)
-    # No lock has a name that ends like this.
-    return permit_name(permit[0] if permit else claim.name, 0)

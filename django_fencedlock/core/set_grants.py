@@ -65,6 +65,9 @@ class SetAcquire:
                 refused = self._try(missing)
                 if refused and self._wait.left > 0:
                     refused = self._wait_for_one(refused)
+                elif not refused and not self._wait.left:
+                    # Some may have been lost meanwhile, and the time is over.
+                    refused = dict.fromkeys(self._missing(), Held())
                 if refused:
                     self._let_go(list(self.held.values()))
                     return refused

@@ -21,7 +21,6 @@ from django.db.models import UniqueConstraint
 from django.utils import timezone
 
 from .. import conf
-from ..conf import UNSET
 from ..core import names
 from ..lease import Lease, current_lease
 from ..lock_sets import LockSet, sort_names
@@ -30,7 +29,8 @@ from .fields import confused_texts, is_text, target_of
 
 SERIALISED, HIGH_WATER = "serialised", "high_water"
 MODES = (SERIALISED, HIGH_WATER)
-_LOCK_OPTIONS = ("ttl", "blocking_timeout", "backend", "shared", "required")
+_SET_OPTIONS = ("ttl", "blocking_timeout", "backend", "required")
+_LOCK_OPTIONS = (*_SET_OPTIONS, "shared")
 
 #: The names of locks, each with look-ups that find its rows among others.
 Rows = Sequence[tuple[str | None, Mapping[str, Any]]]
@@ -153,8 +153,7 @@ class FencingOf:
         self.texts = {column for column, field in fields.items() if is_text(field)}
         local = self.table._meta.local_concrete_fields
         exact = [part.field for part in self.parts if part.is_exact]
-        #: Whether each row has a lock of its own, named by its primary key, and no other excludes
-        #: its holder, as the lock of a path does.
+        #: Whether each row's lock is named by its primary key, and excluded by no other lock.
         self.is_of_own_pk = not spec.path and all(field in exact for field in self.pk)
         #: Whether rows of one lock have the same values in columns of the fence's own table, so
         #: that SQL finds rows by these. If not, each row's name is made from the row itself.
@@ -282,15 +281,15 @@ class FencingOf:
         Name the locks of rows: ``with Invoice.fencing.lock_all(queryset) as leases:``.
 
         All of them are acquired, or none. `rows` is a queryset or objects. Takes the options of
-        lock(); `blocking_timeout` is for all of them together.
+        lock() except `shared`; `blocking_timeout` is for all of them together.
         """
         if self.spec.path:
             raise TypeError(
                 f"{self.model.__name__}.fencing.lock_all(): its locks are paths, which no set has. "
                 "Write: with first.fencing.lock() as one, second.fencing.lock() as two:"
             )
-        for unknown in options.keys() - {*_LOCK_OPTIONS}:
-            what, has = f"{self.model.__name__}.fencing.lock_all()", ", ".join(_LOCK_OPTIONS)
+        for unknown in options.keys() - {*_SET_OPTIONS}:
+            what, has = f"{self.model.__name__}.fencing.lock_all()", ", ".join(_SET_OPTIONS)
             raise TypeError(f"{what} has no argument {unknown}; it has rows, {has}.")
         return RowLocks(self, rows, options)
 
@@ -412,7 +411,7 @@ class RowLocks(LockSet):
         super().__init__(
             (),
             ttl=first._ttl,
-            blocking_timeout=options.get("blocking_timeout", UNSET),
+            blocking_timeout=options.get("blocking_timeout", conf.UNSET),
             backend=first.backend,
             fenced=True,
             required=first.required,

@@ -27,10 +27,6 @@ from .fields import REJECTED, exactly, same_text
 logger = logging.getLogger(__name__)
 
 
-#: Why the lease of a path doesn't cover a write: a statement checks one token.
-OUTSIDE = "this is outside of lease.atomic(), which checks the locks above it as well"
-
-
 @dataclasses.dataclass(slots=True)
 class Write:
     """A write to the rows of one lock name."""
@@ -84,27 +80,15 @@ class Write:
             if given.released or not given.is_of_this_process():
                 raise self.lock_required("the given lease was released")
         lease = given or (current_lease(self.name) if self.name is not None else None)
-        why = "" if lease is None else self._why_not_covered(lease)
-        if lease is not None and not why:
+        if lease is not None and lease.fenced and not lease.shared:
             return lease
         policy, label = self.fencing.spec.without_lock, self.fencing.model._meta.label
-        # A holder relies on the check, whatever is allowed without a lock.
-        if policy == "reject" or why == OUTSIDE:
-            raise self.lock_required(why)
+        if policy == "reject":
+            raise self.lock_required(_why_not_covered(lease) if lease is not None else "")
         if policy == "warn":
             facts = logs.facts(name=self.name, model=label)
             logger.warning("%s %s without lock %r", self.doing, label, self.name, extra=facts)
         return None
-
-    def _why_not_covered(self, lease: Lease) -> str:
-        """Return why a lease of the lock doesn't cover the write; empty if it does."""
-        if lease.shared:
-            return "the lock is held shared here, and others may read the row meanwhile"
-        if not lease.fenced:
-            return "the lease held here was acquired with fenced=False"
-        if is_path(lease.name) and lease.database == self.using:
-            return "" if is_pinned(connections[self.using], grant_of(lease)) else OUTSIDE
-        return ""
 
     def lock_required(self, why: str) -> LockRequired:
         """Return the error for a write that no lease covers."""
@@ -162,8 +146,11 @@ class Write:
         if grant is None or not self.fencing.spec.serialised or is_pinned(connection, grant):
             return None
         if is_path(grant.name):
-            # It was prepared inside of lease.atomic(): the statement would lock one fence alone.
-            raise self.lock_required(OUTSIDE)
+            # The statement would lock one fence alone. Whatever is allowed without a lock: a holder
+            # relies on the check.
+            raise self.lock_required(
+                "this is outside of lease.atomic(), which checks the locks above it as well"
+            )
         return grant
 
     def error(
@@ -229,6 +216,12 @@ class Write:
         why = "it was read before the lock was acquired, and written since; read it again under the"
         found = [*rows.values_list("pk", flat=True)[:1]]
         return self.error(f"{why} lock", pk=found[0], kind=StaleObject) if found else None
+
+
+def _why_not_covered(lease: Lease) -> str:
+    if lease.shared:
+        return "the lock is held shared here, and others may read the row meanwhile"
+    return "the lease held here was acquired with fenced=False"
 
 
 WRITTEN_SINCE = (

@@ -52,12 +52,12 @@ def write(database: str, items: list[tuple[Lease, str]]) -> None:
     ledger = LEDGERS[connection.vendor]
     now = ledger.now(connection)
     rows = rows_of("HeldLock", database).filter(name__in={lease.name for lease, _ in items})
-    known = {row.name: row for row in rows}
+    known = {(row.name, row.slot): row for row in rows}
     kept: defaultdict[float, list[str]] = defaultdict(list)
     old, new = [], []
     for lease, label in dict(items).items():
         is_held = lease.is_open() and not lease.lost
-        if row := known.get(lease.name):
+        if row := known.get((lease.name, lease.owner_id if lease.shared else "")):
             is_own = row.owner == lease.owner_id
             if is_own and is_held:
                 kept[lease.ttl].append(row.owner)
@@ -70,7 +70,7 @@ def write(database: str, items: list[tuple[Lease, str]]) -> None:
         if is_held:
             session = getattr(lease.grant.handle, "session_columns", {})
             owner = Owner.read(lease.owner_id, lease.grant.identity)
-            session = {**session, "permits": lease.grant.permits}
+            session = {**session, "permits": lease.grant.permits, "shared": lease.shared}
             entry = Entry(lease.name, lease.alias, label, owner, lease.ttl, False, **session)
             new.append(
                 rows.model(

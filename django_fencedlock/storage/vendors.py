@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -17,8 +19,9 @@ from .text import fit_column
 
 T = TypeVar("T")
 
-#: How often a transaction is tried that loses a deadlock.
-TRIES = 4
+#: How often a transaction is tried that loses a deadlock, and the longest pause before the next
+#: try, in seconds: without one, the same transactions meet again.
+TRIES, PAUSE = 12, 0.01
 #: MariaDB answers NOWAIT with the first, MySQL with the last.
 LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT = 1205, 1213, 3572
 #: Columns with texts that the database may be unable to store.
@@ -81,6 +84,7 @@ class MySQLLedger(SharedLedger):
             except Error as exc:
                 if not left or connection.in_atomic_block or exc.args[:1] != (DEADLOCK,):
                     raise
+            time.sleep(random.uniform(0, PAUSE))
         raise AssertionError("unreachable")
 
     def values(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:

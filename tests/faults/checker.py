@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise, product
 
 from .history import FAIL, OK, UNKNOWN, Entry, History, Operation
 
@@ -17,7 +17,7 @@ SECOND = 1_000_000_000
 #: By how much two clocks of a machine may differ while both are read.
 EPSILON = SECOND // 50
 #: Tables whose writes are refused as soon as a newer grant is recorded; of which none gets lost.
-STRICT = ("tally", "plain")
+STRICT = ("tally", "plain", "slot", "stock", "reading")
 #: Tables that have a fence column.
 WITH_TOKEN = ("tally", "gauge")
 
@@ -83,8 +83,9 @@ def unique_tokens(index: _Index, terms: Terms) -> Iterator[Violation]:
     for name, operations in index.acquired.items():
         seen: dict[int | None, Operation] = {}
         for each in operations:
-            if each.token in seen:
-                other = seen[each.token]
+            other = seen.get(each.token)
+            # Readers share a token.
+            if other is not None and not (each.shared and other.shared):
                 yield Violation(
                     "I1", f"{name}: {each.client} and {other.client} both got token {each.token}"
                 )
@@ -92,14 +93,14 @@ def unique_tokens(index: _Index, terms: Terms) -> Iterator[Violation]:
 
 
 def tokens_rise(index: _Index, terms: Terms) -> Iterator[Violation]:
-    """I2: of two acquisitions one after the other, the later has the higher token."""
+    """I2: of two grants one after the other, the later has the higher token, unless both read."""
     for name, operations in index.acquired.items():
         by_end = sorted(operations, key=_end)
         highest = _running_highest(by_end)
         ends = [_end(each) for each in by_end]
         for each in operations:
             place = bisect_left(ends, each.begun)
-            if place and highest[place - 1] >= _token(each):
+            if place and highest[place - 1] >= _token(each) + each.shared:
                 yield Violation(
                     "I2",
                     f"{name}: {each.client} got token {each.token}, asked for after token "
@@ -148,7 +149,8 @@ def none_past_recorded_grant(index: _Index, terms: Terms) -> Iterator[Violation]
                 newest = bisect_right(places, entry.place) - 1
                 if write is None or newest < 0:
                     continue
-                if (grants[newest].after, grants[newest].stamp) != (write.token, write.owner):
+                recorded = grants[newest].after, grants[newest].stamp
+                if recorded != (write.token, write.recorded_owner):
                     yield Violation(
                         "I4",
                         f"{table} {name}: a write under token {write.token} was committed when "
@@ -160,11 +162,27 @@ def none_is_lost(index: _Index, terms: Terms) -> Iterator[Violation]:
     """I5: each write builds on what the one before it wrote."""
     for (table, name), entries in index.writes.items():
         for entry in entries if table in STRICT else ():
-            if entry.after != (entry.before or 0) + 1:
+            if table != "reading" and entry.after != (entry.before or 0) + 1:
                 yield Violation(
                     "I5",
                     f"{table} {name}: {entry.after} was written over {entry.before}: "
                     "a write got lost",
+                )
+
+
+def readings_are_current(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I5: what a reader wrote down is the counter, as no writer comes in between."""
+    for (table, name), entries in index.writes.items():
+        if table != "reading":
+            continue
+        written = index.writes.get(("stock", name), [])
+        places = [entry.place for entry in written]
+        for entry in entries:
+            before = bisect_right(places, entry.place)
+            count = written[before - 1].after if before else 0
+            if entry.after != count:
+                yield Violation(
+                    "I5", f"{table} {name}: {entry.after} was read, when {count} had been written"
                 )
 
 
@@ -201,7 +219,7 @@ def tokens_were_issued(index: _Index, terms: Terms) -> Iterator[Violation]:
     }
     believed = [each for operations in index.acquired.values() for each in operations]
     for each in [*believed, *(write for _, write in index.committed())]:
-        if (each.name, each.token, each.owner) not in recorded:
+        if (each.name, each.token, each.recorded_owner) not in recorded:
             yield Violation(
                 "I7", f"{each.name}: token {each.token} of {each.client} was never recorded"
             )
@@ -285,7 +303,7 @@ def none_acquires_before_the_end(index: _Index, terms: Terms) -> Iterator[Violat
     for each in index.history.operations:
         last_seen[each.client] = max(last_seen[each.client], each.begun)
     for name, operations in index.acquired.items():
-        for earlier, later in pairwise(sorted(operations, key=_token)):
+        for earlier, later in _successions(operations):
             came = _end(later)
             since = max(renewed.get(earlier.owner, 0), earlier.begun)
             is_over = came > since + terms.ttl * SECOND - EPSILON
@@ -340,15 +358,25 @@ def _is_overtaken(index: _Index, operation: Operation) -> bool:
 def takeovers(history: History) -> int:
     count = 0
     for name in {each.name for each in history.operations}:
-        granted = sorted(
-            (each for each in history.of("acquire", OK) if each.name == name), key=_token
-        )
+        granted = [each for each in history.of("acquire", OK) if each.name == name]
         released = {each.owner: each.begun for each in history.of("release") if each.name == name}
-        for earlier, later in pairwise(granted):
-            gone = released.get(earlier.owner)
-            if earlier.client != later.client and (gone is None or gone > _end(later)):
-                count += 1
+        overtaken = {
+            earlier.owner
+            for earlier, later in _successions(granted)
+            if earlier.client != later.client
+            and _end(later) < released.get(earlier.owner, _end(later) + 1)
+        }
+        count += len(overtaken)
     return count
+
+
+def _successions(operations: list[Operation]) -> Iterator[tuple[Operation, Operation]]:
+    """Yield each grant with those of the next token, unless both are of readers."""
+    groups = [list(group) for _, group in groupby(sorted(operations, key=_token), _token)]
+    for earlier, later in pairwise(groups):
+        for pair in product(earlier, later):
+            if not all(each.shared for each in pair):
+                yield pair
 
 
 def refusals(history: History) -> int:
@@ -378,6 +406,7 @@ CHECKS: tuple[Check, ...] = (
     none_after_newer_grant,
     none_past_recorded_grant,
     none_is_lost,
+    readings_are_current,
     answers_are_true,
     tokens_were_issued,
     entering_again_is_no_grant,
@@ -400,6 +429,8 @@ def facts(history: History) -> dict[str, int]:
         "injections": len(history.injections),
         "takeovers": takeovers(history),
         "refusals": refusals(history),
+        "readers": sum(each.shared for each in history.of("acquire", OK)),
+        "refused readers": sum(each.shared for each in history.of("write", FAIL)),
         "redelivered": len(messages) - len(set(messages)),
         "inherits": len(history.of("inherit", OK, FAIL)),
     }

@@ -23,7 +23,7 @@ from django_fencedlock.exceptions import (
 from django_fencedlock.lease import Lease
 
 from .history import FAIL, OK, UNKNOWN, Recorder, new_stamp
-from .models import PROTECTED, Gauge, Plain, Tally
+from .models import PERMITS, PROTECTED, Gauge, Plain, Slot, Tally
 
 REFUSALS = (LeaseLost, LockNotAcquired, LockRequired, StaleFence)
 TROUBLES = (Error, FencedLockError, OSError)
@@ -49,12 +49,11 @@ class Client:
             self.work_once()
 
     def work_once(self) -> None:
-        pk = self.random.randint(1, self.rows)
-        name = f"row:{pk}"
-        number = self.notes.invoke("acquire", name)
+        self.asked = name, terms = self.choose()
+        number = self.notes.invoke("acquire", name, **terms)
         wait = self.random.uniform(1, 4) * self.ttl
         try:
-            lease = lock(name, ttl=self.ttl, blocking_timeout=wait).acquire()
+            lease = lock(name, ttl=self.ttl, blocking_timeout=wait, **terms).acquire()
         except TROUBLES as exc:
             self.notes.answer(number, UNKNOWN, error=repr(exc))
             time.sleep(self.random.uniform(0, 0.2))
@@ -62,15 +61,20 @@ class Client:
         if lease is None:
             self.notes.answer(number, FAIL)
             return
-        self.notes.answer(number, OK, token=lease.token, owner=lease.owner_id)
+        self.notes.answer(number, OK, token=lease.token, owner=lease.owner_id, name=lease.name)
         try:
-            self.work_under(lease, pk)
+            self.work_under(lease, number_in(lease.name))
         finally:
             self.release(lease)
 
+    def choose(self) -> tuple[str, dict[str, Any]]:
+        """Return the name of a lock, and what kind of lock it is."""
+        return f"row:{self.random.randint(1, self.rows)}", {}
+
     def work_under(self, lease: Lease, pk: int) -> None:
         for _ in range(self.random.choice([1, 1, 2, 3])):
-            way = self.random.choices(list(self.ways), list(self.ways.values()))[0]
+            ways = self.ways_under(lease)
+            way = self.random.choices(list(ways), list(ways.values()))[0]
             try:
                 getattr(self, f"write_by_{way}")(lease, pk)
             except REFUSALS:
@@ -80,6 +84,9 @@ class Client:
             except TROUBLES:
                 return
             self.do_something_else(lease)
+
+    def ways_under(self, lease: Lease) -> dict[str, int]:
+        return self.ways
 
     def do_something_else(self, lease: Lease) -> None:
         chance = self.random.random()
@@ -121,13 +128,22 @@ class Client:
             self.think()
 
     def write_by_atomic(self, lease: Lease, pk: int) -> None:
-        block = lease.atomic(self.using) if self.fenced else transaction.atomic(self.using)
-        with self.writing("plain", lease, None) as stamp, self.committing(block):
-            read = Plain.objects.using(self.using).get(pk=pk).count
+        self.write_in_block(lease, pk, Plain)
+
+    def write_in_block(self, lease: Lease, pk: int, model: Any) -> None:
+        rows = model.objects.using(self.using)
+        with self.in_block(model.__name__.lower(), lease) as stamp:
+            read = rows.get(pk=pk).count
             self.think()
             self.notes.write(number=self._number, event="fact", read=read)
-            Plain.objects.using(self.using).filter(pk=pk).update(count=read + 1, stamp=stamp)
+            rows.filter(pk=pk).update(count=read + 1, stamp=stamp)
             self.think()
+
+    @contextlib.contextmanager
+    def in_block(self, table: str, lease: Lease) -> Iterator[str]:
+        block = lease.atomic(self.using) if self.fenced else transaction.atomic(self.using)
+        with self.writing(table, lease, None) as stamp, self.committing(block):
+            yield stamp
 
     def save(self, row: Any, read: int, stamp: str) -> None:
         if self.fenced:
@@ -147,6 +163,7 @@ class Client:
         stamp = new_stamp()
         self._token = lease.token
         facts = {"table": table, "stamp": stamp, "token": lease.token, "owner": lease.owner_id}
+        facts["shared"] = lease.shared
         self._number = self.notes.invoke("write", lease.name, read=read, **facts)
         try:
             yield stamp
@@ -203,7 +220,8 @@ class Client:
     def enter_again(self, lease: Lease) -> None:
         number = self.notes.invoke("reenter", lease.name, outer=lease.token, owner=lease.owner_id)
         try:
-            with lock(lease.name) as again:
+            name, terms = self.asked
+            with lock(name, **terms) as again:
                 token = again.token
         except LeaseLost:
             self.notes.answer(number, FAIL)
@@ -216,23 +234,30 @@ class Client:
         number = self.notes.invoke("inherit", lease.name, token=lease.token, owner=lease.owner_id)
         pid = os.fork()
         if pid == 0:
-            os._exit(_write_as_child(lease, self.using))
+            # The sockets are the parent's, and are not to be closed either.
+            connections[self.using].connection = None
+            os._exit(_outcome(lambda: self.write_as_child(lease)))
         _, status = os.waitpid(pid, 0)
         self.notes.answer(number, FAIL if status == 0 else OK, status=status)
+
+    def write_as_child(self, lease: Lease) -> None:
+        row = Tally.objects.using(self.using).get(pk=number_in(lease.name))
+        row.stamp = "child"
+        row.save(lease=lease)
+
+
+def number_in(name: str) -> int:
+    """Return the number of the row that a lock or permit protects."""
+    return int(re.findall(r"\d+", name)[-1])
 
 
 def _bare(model: Any) -> Any:
     return models.QuerySet(model)
 
 
-def _write_as_child(lease: Lease, using: str) -> int:
-    # The sockets are the parent's, and are not to be closed either.
-    connections[using].connection = None
-    pk = int(lease.name.partition(":")[2])
+def _outcome(write: Callable[[], None]) -> int:
     try:
-        row = Tally.objects.using(using).get(pk=pk)
-        row.stamp = "child"
-        row.save(lease=lease)
+        write()
     except REFUSALS:
         return 0
     except BaseException:
@@ -256,7 +281,7 @@ def prepare(using: str, rows: int) -> None:
 
     call_command("migrate", database=using, run_syncdb=True, verbosity=0)
     for model in PROTECTED.values():
-        for pk in range(1, rows + 1):
+        for pk in range(1, (PERMITS if model is Slot else rows) + 1):
             _bare(model).using(using).create(pk=pk)
     trail.lay(using)
 
@@ -266,7 +291,7 @@ def collect(using: str) -> dict[str, Any]:
 
     fields = ("pk", "kind", "name", "before", "after", "token", "stamp")
     counts = [
-        (table, f"row:{pk}", count)
+        (table, str(pk).join(model.lock_name), count)
         for table, model in PROTECTED.items()
         for pk, count in _bare(model).using(using).values_list("pk", "count")
     ]

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.servers import ServerMissing
 
 from .faults import FAULTS
-from .nemesis import Fault
+from .nemesis import KINDS, Fault, is_possible
 from .report import table
 from .runs import BROKEN, CALM, VIOLATED, Plan, Result, run
 from .sites import SITES, Site
@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", default=str(random.SystemRandom().randrange(10**6)))
     parser.add_argument("--backend", action="append", choices=list(SITES))
     parser.add_argument("--fault", action="append", choices=[each.name for each in FAULTS])
+    parser.add_argument("--kind", action="append", choices=KINDS)
     parser.add_argument("--seconds", type=float, default=15, help="how long one run takes at least")
     parser.add_argument("--ttl", type=float, default=1.0)
     parser.add_argument("--clients", type=int, default=5)
@@ -55,24 +56,26 @@ def _runs(
     options: argparse.Namespace, sites: dict[str, Site], skipped: dict[str, str]
 ) -> Iterator[Result]:
     end = time.monotonic() + options.minutes * 60
-    pairs = [
-        (site, fault)
+    combinations = [
+        (site, fault, kind)
         for fault in FAULTS
         for site in (options.backend or SITES)
+        for kind in (options.kind or KINDS)
         if site in fault.sites and (not options.fault or fault.name in options.fault)
+        if is_possible(site, fault, kind)
     ]
     # Whatever ends too early has seen some of everything.
-    random.Random(options.seed).shuffle(pairs)
-    print(f"seed {options.seed}, {len(pairs)} combinations, {versions()}", flush=True)
+    random.Random(options.seed).shuffle(combinations)
+    print(f"seed {options.seed}, {len(combinations)} combinations, {versions()}", flush=True)
     with contextlib.ExitStack() as stack:
         for number in itertools.count():
-            for name, fault in pairs:
+            for name, fault, kind in combinations:
                 if time.monotonic() > end:
                     return
                 if why := _missing(name, fault, sites, stack):
                     skipped[f"{fault.name} on {name}"] = why
                     continue
-                result = run(sites[name], _plan(fault, options, f"{options.seed}.{number}"))
+                result = run(sites[name], _plan(fault, kind, options, f"{options.seed}.{number}"))
                 if result.verdict == BROKEN:
                     # Who knows what state its servers are in.
                     sites.pop(name).close()
@@ -103,8 +106,13 @@ def _missing(
     return None
 
 
-def _plan(fault: Fault, options: argparse.Namespace, seed: str) -> Plan:
-    given = {"ttl": options.ttl, "clients": options.clients, "fenced": not options.unfenced}
+def _plan(fault: Fault, kind: str, options: argparse.Namespace, seed: str) -> Plan:
+    given = {
+        "kind": kind,
+        "ttl": options.ttl,
+        "clients": options.clients,
+        "fenced": not options.unfenced,
+    }
     seconds = {"seconds": options.seconds, "most": options.seconds * 6}
     return Plan(fault=fault, seed=seed, directory=options.keep, **seconds, **given)
 

@@ -48,6 +48,16 @@ class Operation:
     def ok(self) -> bool:
         return self.outcome == OK
 
+    @property
+    def shared(self) -> bool:
+        """Whether a reader asked for it."""
+        return bool(self.facts.get("shared"))
+
+    @property
+    def recorded_owner(self) -> str:
+        """What the fence has as the owner."""
+        return "shared" if self.shared else self.owner
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -142,7 +152,8 @@ def _operations(client: str, lines: Iterable[dict[str, Any]]) -> Iterator[Operat
 
 def _complete(operation: Operation, at: int, outcome: str, line: dict[str, Any]) -> None:
     operation.ended, operation.outcome = at, outcome
-    for key in ("token", "owner"):
+    # Which permit was granted is known only then.
+    for key in ("token", "owner", "name"):
         if key in line:
             setattr(operation, key, line.pop(key))
     operation.facts |= line

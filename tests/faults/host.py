@@ -69,10 +69,10 @@ def _fork(job: Callable[[], Any]) -> int:
 
 
 def _running(name: str, lab: Any) -> Callable[[], None]:
-    from .client import Client
+    from .kinds import CLIENTS
 
     # Created in the process itself: no other process may hold its account open.
-    return lambda: Client(name, lab).run()
+    return lambda: CLIENTS[lab["kind"]](name, lab).run()
 
 
 def _writing(path: str, job: Callable[[], Any]) -> Callable[[], None]:

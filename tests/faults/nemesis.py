@@ -13,6 +13,19 @@ from .sites import SITES, Site
 
 #: A site of which little may be expected has faults of its own.
 EVERYWHERE = tuple(name for name in SITES if name != "forgetful")
+#: Of locks; each has clients of its own in `kinds`.
+KINDS = ("exclusive", "permits", "shared")
+#: Sites whose lock services have readers.
+WITH_READERS = (
+    "sqlite",
+    "rows",
+    "postgres",
+    "pgbouncer",
+    "redis",
+    "valkey",
+    "forgetful",
+    "mariadb",
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,13 @@ class Fault:
     missing: Callable[[], str | None] = lambda: None
     celery: Mapping[str, Any] | None = None
     tolerates: frozenset[str] = frozenset()
+
+
+def is_possible(site: str, fault: Fault, kind: str) -> bool:
+    """Return whether clients with this kind of locks can be at work there. Tasks are exclusive."""
+    if kind == "exclusive":
+        return True
+    return fault.celery is None and (kind == "permits" or site in WITH_READERS)
 
 
 class Lab:

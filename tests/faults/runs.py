@@ -24,6 +24,8 @@ from .workers import Workers
 HELD, VIOLATED, CALM, BROKEN = "held", "VIOLATED", "too calm", "BROKEN"
 #: How much has to have happened whatever goes wrong, or a run shows nothing.
 NEEDED = {"grants": 10, "writes": 10}
+#: What has to have happened besides with other kinds of locks.
+NEEDED_OF: Mapping[str, Mapping[str, int]] = {"shared": {"readers": 5}}
 #: Injections after which a run that shows nothing isn't given more time.
 ENOUGH = 8
 #: Violations that fencing is there to prevent.
@@ -43,6 +45,8 @@ class Plan:
     ttl: float = 1.0
     clients: int = 5
     rows: int = 2
+    #: The kind of locks: one of `kinds.CLIENTS`.
+    kind: str = "exclusive"
 
 
 @dataclass
@@ -58,7 +62,8 @@ class Result:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count} {what}" for what, count in self.facts.items() if count)
-        text = f"{self.site} {self.plan.fault.name} seed {self.plan.seed}: {self.verdict}; {counts}"
+        what = f"{self.site} {self.plan.fault.name} {self.plan.kind}"
+        text = f"{what} seed {self.plan.seed}: {self.verdict}; {counts}"
         lines = [text, *(f"  {each}" for each in self.violations[:10])]
         if self.hung:
             lines.append(f"  hung: {', '.join(self.hung)}")
@@ -143,7 +148,8 @@ class _Run:
         found, facts = self._judge(self._history())
         if self.plan.fenced:
             return _suffices(facts, self.plan)
-        return any(each.promise in CORRUPTION for each in found)
+        # A lost update, which is more than a write that came too late.
+        return any(each.promise == "I5" for each in found)
 
     def _history(self, trail: bool = True) -> History:
         history = History(read_operations(self.directory), injections=self.lab.injections)
@@ -185,6 +191,7 @@ class _Run:
             "ttl": self.plan.ttl,
             "rows": self.plan.rows,
             "fenced": self.plan.fenced,
+            "kind": self.plan.kind,
             "directory": str(self.directory),
             "habits": dict(self.plan.fault.habits),
             "ways": self.plan.fault.ways,
@@ -192,4 +199,5 @@ class _Run:
 
 
 def _suffices(facts: Mapping[str, int], plan: Plan) -> bool:
-    return all(facts[what] >= least for what, least in {**NEEDED, **plan.fault.needs}.items())
+    needed = {**NEEDED, **plan.fault.needs, **NEEDED_OF.get(plan.kind, {})}
+    return all(facts[what] >= least for what, least in needed.items())

@@ -35,8 +35,8 @@ def sites() -> Iterator[dict[str, Site]]:
 
 @pytest.fixture
 def do_run(sites, tmp_path):
-    def do(site: str, fault: str, fenced: bool = True) -> Result:
-        return run(started(sites, site), plan(fault, tmp_path, fenced))
+    def do(site: str, fault: str, **terms: Any) -> Result:
+        return run(started(sites, site), plan(fault, tmp_path, **terms))
 
     return do
 
@@ -52,9 +52,9 @@ def started(sites: dict[str, Site], name: str) -> Any:
     return sites[name]
 
 
-def plan(fault: str, directory: Path, fenced: bool) -> Plan:
-    terms = {"seed": "short", "seconds": LEAST, "most": MOST, "ttl": 0.6, "clients": 4}
-    return Plan(fault=BY_NAME[fault], directory=directory, fenced=fenced, **terms)
+def plan(fault: str, directory: Path, **terms: Any) -> Plan:
+    terms = {"seed": "short", "seconds": LEAST, "most": MOST, "ttl": 0.6, "clients": 4, **terms}
+    return Plan(fault=BY_NAME[fault], directory=directory, **terms)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,21 @@ def test_without_fencing_the_same_run_is_found_corrupt(do_run):
     result = do_run("postgres", "pause", fenced=False)
     assert result.verdict == VIOLATED, str(result)
     assert {each.promise for each in result.violations} <= CORRUPTION, str(result)
+
+
+@pytest.mark.parametrize("kind", ["permits", "shared"])
+class TestKinds:
+    @pytest.mark.parametrize("site", ["rows", "redis", "postgres"])
+    def test_nothing_stale_gets_through(self, do_run, site, kind):
+        result = do_run(site, "pause", kind=kind, clients=6)
+        assert result.verdict == HELD, str(result)
+        assert not result.hung, str(result)
+
+    def test_without_fencing_updates_are_lost(self, do_run, kind):
+        result = do_run("rows", "pause", kind=kind, clients=6, fenced=False)
+        assert result.verdict == VIOLATED, str(result)
+        promises = {each.promise for each in result.violations}
+        assert "I5" in promises <= CORRUPTION, str(result)
 
 
 def test_a_clock_is_that_of_the_server_that_took_over():

@@ -1,5 +1,6 @@
 """The triggers that write the trail."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ def lay(using: str) -> None:
 def _statements(connection: Any) -> Iterator[str]:
     from django_fencedlock.models import Fence
 
-    from .models import PROTECTED, Trail
+    from .models import PROTECTED, Reading, Trail
 
     quote = connection.ops.quote_name
     into = _INTO.format(
@@ -29,8 +30,12 @@ def _statements(connection: Any) -> Iterator[str]:
     )
     for kind, model in PROTECTED.items():
         token = "NEW.fence" if hasattr(model, "fencing") else "NULL"
-        values = f"'{kind}', CONCAT('row:', NEW.id), OLD.count, NEW.count, {token}, NEW.stamp"
+        before, after = model.lock_name
+        name = f"CONCAT('{before}', NEW.id, '{after}')"
+        values = f"'{kind}', {name}, OLD.count, NEW.count, {token}, NEW.stamp"
         yield from _trigger(connection, kind, "UPDATE", model, f"{into} VALUES ({values})")
+    values = "'reading', CONCAT('stock:', NEW.stock, ''), NULL, NEW.count, NULL, NEW.stamp"
+    yield from _trigger(connection, "reading", "INSERT", Reading, f"{into} VALUES ({values})")
     for event, before in (("INSERT", "NULL"), ("UPDATE", "OLD.token")):
         values = f"'fence', NEW.name, {before}, NEW.token, NEW.token, NEW.owner"
         statement = f"{into} VALUES ({values})"
@@ -47,5 +52,5 @@ def _trigger(connection: Any, label: str, event: str, model: Any, statement: str
         yield f"{head} {statement}"
     else:
         # Older ones have no CONCAT.
-        statement = statement.replace("CONCAT('row:', NEW.id)", "'row:' || NEW.id")
+        statement = re.sub(r"CONCAT\((.*?), (.*?), (.*?)\)", r"\1 || \2 || \3", statement)
         yield f"{head} BEGIN {statement}; END"

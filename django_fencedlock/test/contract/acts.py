@@ -9,6 +9,8 @@ import random
 import select
 import signal
 import time
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -159,6 +161,39 @@ def take_pairs(alias: str, names: list[str], threads: int, times: int, log: str)
     with ThreadPoolExecutor(threads) as executor:
         for done in [executor.submit(take) for _ in range(threads)]:
             done.result(2 * TIMEOUT)
+
+
+def take_pairs_in_children(
+    alias: str, names: list[str], children: int, times: int, log: str, kills: int = 0
+) -> list[int]:
+    """
+    Acquire random pairs of names in forked children; return their exit codes.
+
+    Some are killed at random moments. Forked ones start at once, and do as if they were new.
+    """
+    running = [_fork(lambda: take_pairs(alias, names, 1, times, log)) for _ in range(children)]
+    for child in random.sample(running, kills):
+        time.sleep(random.uniform(0, 0.1))
+        os.kill(child, signal.SIGKILL)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in running]
+
+
+def _fork(work: Callable[[], None]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        # A deadlock must end the test, and not outlive it.
+        signal.alarm(int(2 * TIMEOUT))
+        # Each would draw the same pairs.
+        random.seed()
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def _note(log: str, line: str) -> None:

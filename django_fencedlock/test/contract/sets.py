@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,32 @@ class SetContract(Contract):
             ]
             for run in runs:
                 run.result(2 * TIMEOUT)
-            lines = [line.rsplit(" ", 2) for line in Path(log.name).read_text().splitlines()]
-        # Each of 32 threads took two pairs, and noted when it came and went.
-        assert len(lines) == 32 * 2 * 2 * 2
-        for each in names:
-            steps = [(step, int(token)) for about, step, token in lines if about == each]
-            tokens = [token for step, token in steps if step == "in"]
-            assert [step for step, _ in steps] == ["in", "out"] * len(tokens)
-            assert tokens == [token for step, token in steps if step == "out"]
+            steps = self.steps_of(names, log.name)
+        self.check_each_of_32_took_two_pairs(steps)
+
+    def test_no_deadlock_of_32_processes(self, name: str, process: AnotherProcess) -> None:
+        names = [f"{name}:{number}" for number in range(8)]
+        with tempfile.NamedTemporaryFile() as log:
+            terms = self.alias, names, 32, 2, log.name
+            codes = process.start(acts.take_pairs_in_children, *terms).result(3 * TIMEOUT)
+            steps = self.steps_of(names, log.name)
+        assert codes == [0] * 32
+        self.check_each_of_32_took_two_pairs(steps)
+
+    def steps_of(self, names: list[str], log: str) -> dict[str, list[tuple[str, int]]]:
+        """Return for each name when a holder came and went, and its token."""
+        lines = [line.rsplit(" ", 2) for line in Path(log).read_text().splitlines()]
+        return {
+            name: [(step, int(token)) for about, step, token in lines if about == name]
+            for name in names
+        }
+
+    def check_each_of_32_took_two_pairs(self, steps: dict[str, list[tuple[str, int]]]) -> None:
+        assert sum(map(len, steps.values())) == 32 * 2 * 2 * 2
+        for of_one in steps.values():
+            tokens = [token for step, token in of_one if step == "in"]
+            assert [step for step, _ in of_one] == ["in", "out"] * len(tokens)
+            assert tokens == [token for step, token in of_one if step == "out"]
             # A try that was refused may have used tokens.
             assert tokens == sorted(set(tokens))
 
@@ -144,6 +163,28 @@ class SetContract(Contract):
         assert leases.verify()
         leases.release()
 
+    def test_processes_that_are_killed_at_any_moment_leave_nothing(
+        self, name: str, process: AnotherProcess
+    ) -> None:
+        names = [f"{name}:{number}" for number in range(4)]
+        with tempfile.NamedTemporaryFile() as log:
+            terms = self.alias, names, 12, 8, log.name
+            run = process.start(acts.take_pairs_in_children, *terms, kills=8)
+            codes = run.result(3 * TIMEOUT)
+            steps = self.steps_of(names, log.name)
+        assert codes.count(0) >= 4
+        assert set(codes) == {0, -signal.SIGKILL}
+        for of_one in steps.values():
+            newest = 0
+            for step, token in of_one:
+                # Who was killed didn't note that it went, but nobody came before.
+                assert token == newest if step == "out" else token > newest
+                newest = token
+        leases = self.lock_all(names).acquire(blocking_timeout=SOON)
+        assert leases is not None
+        assert leases.verify()
+        leases.release()
+
     # Loss
 
     def test_the_late_write_of_a_set_that_lost_one_name_is_rejected(
@@ -162,7 +203,7 @@ class SetContract(Contract):
     def test_the_forced_release_of_one_name_is_the_loss_of_the_set(self, names: list[str]) -> None:
         with (
             pytest.raises(LeaseLost, match="by the boss"),
-            self.lock_all(names, ttl=1.0) as leases,
+            self.lock_all(names, ttl=3.0) as leases,
         ):
             force_release(names[1], by="the boss", backend=self.alias)
             with pytest.raises(StaleFence, match="the boss"), leases.atomic(self.database):

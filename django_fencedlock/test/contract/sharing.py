@@ -142,8 +142,8 @@ class SharedContract(PathContract):
         self, name: str, processes: Processes
     ) -> None:
         with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile() as log:
-            several = [stack.enter_context(processes.borrow()) for _ in range(4)]
-            terms = (self.alias, name, 12, log.name)
+            several = [stack.enter_context(processes.borrow()) for _ in range(8)]
+            terms = (self.alias, name, 6, log.name)
             runs = [each.start(acts.read_and_write, *terms) for each in several]
             for run in runs:
                 run.result(TIMEOUT)
@@ -159,7 +159,7 @@ class SharedContract(PathContract):
             assert int(number) >= newest
             assert int(number) > newest or kind == "reader"
             newest = int(number)
-        assert len(steps) == 4 * 12 * 2
+        assert len(steps) == 8 * 6 * 2
 
     # Tokens
 
