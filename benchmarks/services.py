@@ -179,15 +179,15 @@ def _hand_off(make: Callable[[], Any]) -> float:
 
 
 def _etcd(stack: ExitStack) -> Service:
-    from django_fencedlock.backends.etcd import _encode
+    from django_fencedlock.backends.etcd_json import encode
     from django_fencedlock.backends.http import HttpNodes
 
     server = stack.enter_context(closing(servers.Etcd.launch(finding.etcd())))
     nodes = HttpNodes(_config(server.url), 0)
-    value = _encode("x" * 100)
+    value = encode("x" * 100)
 
     def bare(name: str) -> None:
-        key = _encode(name)
+        key = encode(name)
         assert nodes.ask("POST", "/v3/kv/put", {"key": key, "value": value}).status == 200
         assert nodes.ask("POST", "/v3/kv/deleterange", {"key": key}).status == 200
 

@@ -16,6 +16,7 @@ from django_fencedlock.backends.places import (
     Watch,
     describe_claim,
     read_entry,
+    read_queue,
 )
 from django_fencedlock.backends.queued import QueuedBackend
 from django_fencedlock.conf import AliasConfig
@@ -118,6 +119,7 @@ class StubQueue(QueuedBackend):
     """`lists_strays`: whether the service can list a session's entries."""
 
     label = "stub"
+    supports_shared = True
     errors = (NoAnswer,)
 
     def __init__(
@@ -154,8 +156,9 @@ class StubQueue(QueuedBackend):
         if alone and not self.lists_strays:
             # Nothing would tell of a copy that adds the entry later.
             queue, _ = self.service.send("look", lambda: self.service.queue(claim.name))
-            if queue and claim.owner not in [each.owner for each in queue]:
-                return _held(queue)
+            is_held = bool(_in_the_way(queue, claim.shared))
+            if is_held and claim.owner not in [each.owner for each in queue]:
+                return _held(queue[0])
             alone = False
 
         def act() -> Place | Held:
@@ -164,8 +167,8 @@ class StubQueue(QueuedBackend):
                 raise SessionGone
             queue = service.queue(claim.name)
             if claim.owner not in service.owners(claim.name):
-                if alone and queue:
-                    return _held(queue)
+                if alone and _in_the_way(queue, claim.shared):
+                    return _held(queue[0])
                 service.revision += 1
                 text = describe_claim(claim)
                 entry = Line(claim.name, claim.owner, session, service.revision, text)
@@ -179,11 +182,11 @@ class StubQueue(QueuedBackend):
 
     def _place(self, name: str, owner: str, number: int = 0) -> Place | None:
         queue = self.service.queue(name)
-        ahead = None
-        for entry in queue:
-            if entry.owner == owner:
-                return Place(entry.number, ahead, _held(queue)) if number <= entry.number else None
-            ahead = entry.number
+        for count, entry in enumerate(queue):
+            if entry.owner == owner and number <= entry.number:
+                before = _in_the_way(queue[:count], _held(entry).shared)
+                ahead = before[-1].number if before else None
+                return Place(entry.number, ahead, _held(queue[0]))
         return None
 
     def look(self, name: str, owner: str, number: int) -> Place | None:
@@ -236,7 +239,7 @@ class StubQueue(QueuedBackend):
             self.service.expire()
             queues = {name: self.service.queue(name) for name in names}
         return {
-            name: _held(queue)._replace(waiting=len(queue) - 1)
+            name: read_queue([*map(_held, queue)], len(queue))
             for name, queue in queues.items()
             if queue
         }
@@ -245,8 +248,12 @@ class StubQueue(QueuedBackend):
         self.forgotten += 1
 
 
-def _held(queue: Sequence[Line]) -> Held:
-    return read_entry(queue[0].owner, queue[0].text, queue[0].number) if queue else Held()
+def _held(entry: Line) -> Held:
+    return read_entry(entry.owner, entry.text, entry.number)
+
+
+def _in_the_way(queue: Sequence[Line], shared: bool) -> list[Line]:
+    return [each for each in queue if not (shared and _held(each).shared)]
 
 
 class Time:

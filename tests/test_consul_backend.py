@@ -19,8 +19,9 @@ from tests.backends import CONSUL
 from tests.servers.certificates import Authority
 from tests.servers.process import free_port, wait_until
 from tests.services import ServiceAcceptance, on_postgres
-from tests.test_backend_interface import BackendInterface, claim, grant, take
+from tests.test_backend_interface import BackendInterface, claim, grant, reader, take
 from tests.test_http_nodes import Server, answer
+from tests.test_queued import NEAREST, owners_ahead
 from tests.threads import beside
 
 #: Seconds that a busy machine may add to a time limit.
@@ -68,6 +69,20 @@ class TestInterface(BackendInterface):
     @pytest.fixture
     def make(self, make):
         return make
+
+
+def test_a_reader_waits_for_the_nearest_writer_and_a_writer_for_the_nearest_entry(backend):
+    assert owners_ahead(backend, "x", lambda ahead: ahead.owner) == NEAREST
+
+
+def test_a_reader_that_is_tried_again_keeps_its_entry(backend, other):
+    """A writer that came after it doesn't refuse it."""
+    taken = take(backend, sent := reader("x"))
+    waiter = beside(other.acquire, writer := claim("x"), Wait(20))
+    wait_until(lambda: backend.holders(["x"])["x"].waiting == 1, "the writer")
+    assert take(backend, sent).handle.number == taken.handle.number
+    assert backend.release(taken)
+    assert other.release(grant(writer, waiter.result(20)))
 
 
 class TestSettings:

@@ -182,7 +182,7 @@ class TestValkey(OnRedis):
     server = staticmethod(shared.valkey)
 
 
-class Queued(Configured, LockContract, WaitingContract):
+class Queued(Configured, LockContract, WaitingContract, SharedContract):
     """For backends of the queue recipe."""
 
     counts_tokens = False

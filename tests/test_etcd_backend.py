@@ -13,6 +13,7 @@ import pytest
 from django_fencedlock import LeaseLost, StaleFence, lock
 from django_fencedlock.backends import etcd as module
 from django_fencedlock.backends.etcd import EtcdBackend
+from django_fencedlock.backends.etcd_json import decode
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.places import Place, Watch
 from django_fencedlock.conf import AliasConfig
@@ -23,8 +24,9 @@ from tests.servers import Authority, Etcd, finding
 from tests.servers.etcd import encode
 from tests.servers.process import wait_until
 from tests.services import ALIAS, DATABASE, ServiceAcceptance, on_postgres
-from tests.test_backend_interface import BackendInterface, claim, grant, take
+from tests.test_backend_interface import BackendInterface, claim, grant, owners, reader, take
 from tests.test_http_nodes import Server, answer, close_without_answer
+from tests.test_queued import NEAREST, owners_ahead
 from tests.threads import beside
 
 pytestmark = pytest.mark.slow
@@ -116,6 +118,32 @@ class TestRequests:
         assert isinstance(backend.acquire(claim("x"), Wait()), Held)
         assert requests == ["kv/txn"]
 
+    def test_a_refused_try_of_a_reader_is_one(self, backend, make, requests):
+        take(backend, claim("x"))
+        requests.clear()
+        assert isinstance(backend.acquire(reader("x"), Wait()), Held)
+        assert requests == ["kv/txn"]
+
+    def test_a_reader_takes_as_many_as_a_writer(self, backend, requests):
+        taken = [take(backend, reader("x"))]
+        requests.clear()
+        taken.append(take(backend, reader("x")))
+        assert backend.verify(taken[1])
+        for each in taken:
+            backend.release(each)
+        assert requests == ["kv/txn", "kv/txn", "kv/deleterange", "kv/deleterange"]
+
+    def test_a_look_at_readers_is_one_more(self, backend, requests):
+        taken = [take(backend, reader("x")) for _ in range(3)]
+        take(backend, claim("y"))
+        requests.clear()
+        found = backend.holders(["x", "y"])
+        assert found["x"].waiting == 0
+        assert {each.owner for each in (found["x"], *found["x"].others)} == {
+            each.owner for each in taken
+        }
+        assert requests == ["kv/txn"] * 2
+
     def test_a_renewal_of_many_locks_is_two(self, backend, requests):
         taken = [take(backend, claim(f"x{number}")) for number in range(50)]
         requests.clear()
@@ -141,6 +169,31 @@ class TestRequests:
         # The release, the look when the watch began (maybe), and one when it told of the release.
         assert requests.count("kv/deleterange") == 1
         assert len(requests) <= 5
+
+
+def test_a_reader_waits_for_the_nearest_writer_and_a_writer_for_the_nearest_entry(backend):
+    def owner_of(key):
+        return decode(key).rpartition("\0")[2]
+
+    assert owners_ahead(backend, "x", owner_of) == NEAREST
+
+
+def test_a_reader_is_released_whose_kind_is_not_known(backend, make, shared_etcd):
+    """An eviction, and a doubt, have the owner's id alone."""
+    readers = [take(backend, reader("x")) for _ in range(3)]
+    other = make(shared_etcd.url, prefix=backend.config.key_prefix)
+    assert other.release(Grant("x", readers[0].owner))
+    assert not other.release(Grant("x", readers[0].owner))
+    assert owners(other, "x") == {each.owner for each in readers[1:]}
+    assert backend.renew(readers) == [Renewal.LOST, Renewal.KEPT, Renewal.KEPT]
+    assert not backend.verify(readers[0])
+
+
+def test_a_reader_of_another_prefix_or_name_is_apart(backend):
+    taken = [take(backend, reader("x")), take(backend, claim("xy")), take(backend, claim("x/"))]
+    assert backend.renew(taken) == [Renewal.KEPT] * 3
+    found = backend.entries(taken[0].handle.session.id, {})
+    assert found == {each.owner: each.name for each in taken}
 
 
 def test_prefixes_keep_locks_apart(make, shared_etcd):
@@ -393,7 +446,7 @@ def test_one_of_several_nodes_is_away(make_etcd_cluster, make):
 def test_a_full_server_says_what_to_do_and_lets_locks_go(make_etcd, make):
     server = make_etcd("--quota-backend-bytes", str(2**20))
     backend = make(server.url)
-    taken = take(backend, claim("before"))
+    taken, evicted = take(backend, claim("before")), take(backend, reader("evicted"))
     big = {"value": encode("x" * 200_000)}
     numbers = itertools.count()
 
@@ -409,6 +462,8 @@ def test_a_full_server_says_what_to_do_and_lets_locks_go(make_etcd, make):
     assert backend.renew([taken]) == [Renewal.KEPT]
     assert backend.verify(taken)
     assert backend.release(taken)
+    other = make(server.url, prefix=backend.config.key_prefix)
+    assert other.release(Grant("evicted", evicted.owner))
     ((number, message), *_) = problems(backend)
     assert number == "W050"
     assert "NOSPACE" in message

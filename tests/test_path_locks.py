@@ -25,7 +25,7 @@ from django_fencedlock.models import Fencing
 from django_fencedlock.models.writes import Write
 from django_fencedlock.test import disable_locking, expire_lease, hold_lock, lose_lease
 from django_fencedlock.test.processes import another_thread
-from tests.backends import ETCD
+from tests.backends import REDLOCK
 from tests.models import Bin
 from tests.test_write_paths import awaited
 
@@ -102,7 +102,8 @@ def test_a_path_is_of_no_other_kind(kind):
 
 @pytest.mark.parametrize("path", ["warehouse", PATH])
 def test_a_backend_without_shared_locks(settings, path):
-    settings.FENCEDLOCK = {"default": {"BACKEND": ETCD, "LOCATION": "http://127.0.0.1:1"}}
+    urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
+    settings.FENCEDLOCK = {"default": {"BACKEND": REDLOCK, "LOCATION": urls}}
     with pytest.raises(SettingsError, match=r"Path '.*' can't be locked: .*Remove path=True"):
         lock(path, path=True).acquire()
 

@@ -19,7 +19,7 @@ from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from tests.failing import raising
 from tests.stub_queue import NoAnswer, QueueService, StubQueue, Time, random_faults
-from tests.test_backend_interface import BackendInterface, claim, grant, take
+from tests.test_backend_interface import BackendInterface, claim, grant, reader, take
 from tests.threads import beside
 
 CONFIG = AliasConfig(
@@ -39,6 +39,56 @@ class TestInterface(BackendInterface):
     def make(self):
         service = QueueService()
         return lambda: StubQueue(CONFIG, service)
+
+
+def owners_ahead(backend, name, owner_of):
+    """Queue writers (w) and readers (r), and return which one each of them waits for."""
+    owners, ahead = {}, []
+    session = backend._session(30)
+    for kind in "rrwrrww":
+        sent = claim(name)._replace(shared=kind == "r")
+        owners[sent.owner] = len(owners)
+        backend._doubts.begin(sent.owner, sent.shared)
+        entered = backend.enter(session.id, sent, alone=False)
+        found = backend.look(name, sent.owner, entered.number)
+        assert (found.number, found.ahead) == (entered.number, entered.ahead)
+        ahead.append(owners[owner_of(entered.ahead)] if entered.ahead else None)
+    held = backend.holders([name])[name]
+    assert [owners[each.owner] for each in (held, *held.others)] == [0, 1]
+    assert all(each.shared and each.token is None for each in (held, *held.others))
+    assert held.waiting == 5
+    # One that doesn't wait adds nothing.
+    assert backend.acquire(reader(name), Wait()).owner == held.owner
+    assert backend.holders([name])[name].waiting == 5
+    for owner in owners:
+        assert backend.leave(name, owner)
+    return ahead
+
+
+#: What `owners_ahead()` returns: a writer waits for the entry before, a reader for a writer's.
+NEAREST = [None, None, 1, 2, 2, 4, 5]
+
+
+def test_a_reader_waits_for_the_nearest_writer_and_a_writer_for_the_nearest_entry():
+    service = QueueService()
+
+    def owner_of(number):
+        (owner,) = (each.owner for each in service.entries if each.number == number)
+        return owner
+
+    assert owners_ahead(StubQueue(CONFIG, service), "x", owner_of) == NEAREST
+
+
+@pytest.mark.parametrize("lists_strays", [True, False])
+def test_a_shared_claim_that_is_repeated_has_its_first_entry(make, other, time, lists_strays):
+    """A writer's entry after it refuses it no more than at first."""
+    backend = make(lists_strays=lists_strays)
+    taken = take(backend, sent := reader("x"))
+    assert taken.token is None
+    number = taken.handle.number
+    other.enter(other._session(30).id, claim("x"), False)
+    assert take(backend, sent).handle.number == number
+    assert backend.renew([taken]) == [Renewal.KEPT]
 
 
 @pytest.fixture
@@ -754,7 +804,7 @@ class Walk:
         )
         act()
         self.time.pass_by(self.random.choice([0, 0, 0.1, 1]))
-        self.assert_one_holder()
+        self.assert_holders()
 
     def meanwhile(self, watch):
         self.time.pass_by(watch.seconds * self.random.random())
@@ -766,6 +816,7 @@ class Walk:
     def acquire(self):
         backend = self.random.choice(self.backends)
         sent = claim(self.random.choice(self.NAMES), ttl=self.random.choice([9, 12]))
+        sent = sent._replace(shared=self.random.random() < 0.5)
         wait = Wait(self.random.choice([0, 0, 5]), now=self.time, since=self.time())
         self.depth += 1
         try:
@@ -783,7 +834,8 @@ class Walk:
             self.forgiving(backend, taken)
             return
         self.held[sent.owner] = backend, taken, deadline
-        self.tokens[sent.name].append(answer.token)
+        if not sent.shared:
+            self.tokens[sent.name].append(answer.token)
         assert self.tokens[sent.name] == sorted(set(self.tokens[sent.name]))
 
     def release_one(self):
@@ -835,7 +887,7 @@ class Walk:
                     if taken.handle.session.id == session:
                         self.release(owner)
 
-    def assert_one_holder(self):
+    def assert_holders(self):
         now = self.time()
         for name in self.NAMES:
             holders = [
@@ -843,12 +895,13 @@ class Walk:
                 for _, taken, deadline in self.held.values()
                 if taken.name == name and deadline > now
             ]
-            assert len(holders) <= 1, (name, holders)
+            readers = [taken.shared for taken in holders]
+            assert all(readers) or len(holders) == 1, (name, holders)
 
 
 @pytest.mark.parametrize("lists_strays", [True, False])
 @pytest.mark.parametrize("seed", range(40))
-def test_there_is_one_holder_and_nothing_is_left(monkeypatch, seed, lists_strays):
+def test_there_is_one_writer_or_readers_and_nothing_is_left(monkeypatch, seed, lists_strays):
     walk = Walk(seed, monkeypatch, lists_strays=lists_strays)
     walk.run(150)
     service, time = walk.service, walk.time

@@ -28,7 +28,7 @@ from django_fencedlock.ops.force_release import Outcome
 from django_fencedlock.test import disable_locking, hold_lock, lose_lease
 from django_fencedlock.test.contract import SharedContract
 from django_fencedlock.test.processes import another_thread
-from tests.backends import ETCD
+from tests.backends import REDLOCK
 from tests.models import Invoice
 from tests.shared_stub import SharedStubBackend, SharedStubService
 from tests.threads import without_threads
@@ -250,10 +250,10 @@ def test_a_writer_that_expired_while_it_was_recorded_is_no_grant_beside_a_reader
 
 @real
 def test_a_backend_without_shared_locks_is_named_with_those_that_have_them(settings, monkeypatch):
-    settings.FENCEDLOCK = {"default": {"BACKEND": ETCD, "LOCATION": "http://127.0.0.1:1"}}
-    monkeypatch.setattr(conf.backend_class(ETCD), "supports_shared", False)
+    urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
+    settings.FENCEDLOCK = {"default": {"BACKEND": REDLOCK, "LOCATION": urls}}
     monkeypatch.setitem(conf.BACKENDS, "stub", "tests.shared_stub.SharedStubBackend")
-    with pytest.raises(SettingsError, match=r"'default' \(etcd\) has exclusive.*: .*\bstub\."):
+    with pytest.raises(SettingsError, match=r"'default' \(redlock\) has exclusive.*: .*\bstub\."):
         lock("x", shared=True).acquire()
 
 

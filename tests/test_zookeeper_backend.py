@@ -12,12 +12,8 @@ import pytest
 from kazoo.exceptions import NoAuthError
 
 from django_fencedlock.backends.interface import Grant, Granted, Renewal, Wait
-from django_fencedlock.backends.zookeeper import (
-    ZooKeeperBackend,
-    owner_of,
-    queue_of,
-    write_node,
-)
+from django_fencedlock.backends.zookeeper import ZooKeeperBackend
+from django_fencedlock.backends.zookeeper_nodes import is_reader, owner_of, queue_of, write_node
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.test.processes import wait_until
@@ -26,7 +22,8 @@ from tests.scripts import run_python
 from tests.servers import Authority
 from tests.servers.process import free_port
 from tests.services import ServiceAcceptance, on_postgres
-from tests.test_backend_interface import BackendInterface, claim, grant, take
+from tests.test_backend_interface import BackendInterface, claim, grant, reader, take
+from tests.test_queued import NEAREST, owners_ahead
 from tests.threads import at_once, beside
 
 #: Seconds that a busy machine may add to a time limit.
@@ -96,12 +93,62 @@ def test_nodes_are_in_order_when_the_number_wraps():
 @pytest.mark.parametrize("name", ["x", "a/b", "..", "a!b_1", "%s ' \" \\", "\N{SNOWMAN}" * 200])
 @pytest.mark.parametrize("owner", ["0123", "a_b", "a!b/c-1"])
 @pytest.mark.parametrize("number", ["0000000012", "-2147483648"])
-def test_a_node_names_its_lock_and_its_owner(name, owner, number):
-    node = f"{write_node(name, owner)}{number}"
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_node_names_its_lock_its_kind_and_its_owner(name, owner, number, shared):
+    node = f"{write_node(name, owner, shared)}{number}"
     assert "/" not in node
     assert owner_of(node) == owner
+    assert is_reader(node) is shared
     others = [f"{write_node(other, owner)}0000000001" for other in (f"{name}!", f"{name}.", "")]
     assert queue_of(name, [node, *others]) == [node]
+
+
+def test_a_reader_waits_for_the_nearest_writer_and_a_writer_for_the_nearest_entry(backend):
+    assert owners_ahead(backend, "x", owner_of) == NEAREST
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_reader_whose_answer_is_lost_has_one_node(proxied, alone):
+    backend, other, proxy = proxied
+    trials(backend)
+    first, sent = take(other, reader("x", ttl=5)), reader("x", ttl=5)
+    proxy.cut_after(to_client=1)
+    answer = backend.acquire(sent, Wait(0 if alone else 1))
+    assert isinstance(answer, Granted)
+    assert [owner_of(each) for each in nodes_of(other, "x")] == [first.owner, sent.owner]
+    assert backend.verify(grant(sent, answer))
+
+
+def test_a_reader_that_is_tried_again_enters_again_beside_others(backend):
+    """It was released by force."""
+    take(backend, reader("x", ttl=5))
+    taken = take(backend, sent := reader("x", ttl=5))
+    (session,) = backend._open
+    assert session.delete(backend._nodes[sent.owner].path)
+    again = take(backend, sent)
+    assert again.handle.number > taken.handle.number
+
+
+def test_a_reader_whose_first_try_failed_has_one_node(backend):
+    """No answer came in time, so the backend doesn't know the node that it made."""
+    take(backend, reader("x", ttl=5))
+    taken = take(backend, sent := reader("x", ttl=5))
+    del backend._nodes[sent.owner]
+    assert take(backend, sent).handle.number == taken.handle.number
+    assert len(nodes_of(backend, "x")) == 2
+
+
+def test_another_reader_costs_a_reader_no_round_trip(backend, monkeypatch):
+    taken, (session,) = [take(backend, reader("x", ttl=5))], backend._open
+    sent, really = [], session.send
+    monkeypatch.setattr(session, "send", lambda *a, **k: sent.append(a) or really(*a, **k))
+    # A try that doesn't wait lists the nodes first.
+    taken.append(take(backend, reader("x", ttl=5)))
+    assert len(sent) == 2
+    sent.clear()
+    third = reader("x", ttl=5)
+    assert isinstance(backend.acquire(third, Wait(1)), Granted)
+    assert len(sent) == 1
 
 
 # Settings

@@ -14,7 +14,7 @@ from ..problems import ok
 from .http import Answer, Hidden, HttpNodes, NodesFailed
 from .http_settings import TLS_OPTIONS, credentials, location_problems
 from .interface import Claim, Held
-from .places import Place, SessionGone, Watch, describe_claim, read_entry
+from .places import Place, SessionGone, Watch, describe_claim, read_entry, read_queue
 from .queued import QueuedBackend
 
 PORT = 8500
@@ -54,6 +54,7 @@ class ConsulBackend(QueuedBackend):
     """
 
     label = "consul"
+    supports_shared = True
     errors = (NodesFailed,)
     option_names = frozenset({"TIMEOUT", "TOKEN", "SESSION_TTL_MIN", *TLS_OPTIONS})
     longest = LONGEST
@@ -101,8 +102,9 @@ class ConsulBackend(QueuedBackend):
 
     def enter(self, session: str, claim: Claim, alone: bool) -> Place | Held:
         # Consul has no test for an empty folder.
-        if alone and (found := self._list(claim.name)) and found[0].owner != claim.owner:
-            return found[0].described()
+        queue = self._list(claim.name) if alone else []
+        if _in_the_way(queue, claim.shared) and claim.owner not in (each.owner for each in queue):
+            return queue[0].described()
         folder, value = self._key(claim.name), describe_claim(claim).encode()
         lock = {"Verb": "lock", "Key": f"{folder}{claim.owner}", "Session": session}
         lock["Value"] = base64.b64encode(value).decode()
@@ -160,8 +162,9 @@ class ConsulBackend(QueuedBackend):
         with self._asking("look up locks"):
             for each in self._read([_tree(self._key(name)) for name in names]):
                 queues.setdefault(each.folder, []).append(each)
-        found = ((name, queues.get(self._key(name))) for name in names)
-        return {name: queue[0].described(len(queue) - 1) for name, queue in found if queue}
+        found = ((name, queues.get(self._key(name), [])) for name in names)
+        held = ((name, [each.described() for each in queue]) for name, queue in found if queue)
+        return {name: read_queue(entries, len(entries)) for name, entries in held}
 
     # Requests
 
@@ -247,9 +250,9 @@ class _Entry(NamedTuple):
     session: str
     value: str | None
 
-    def described(self, waiting: int | None = None) -> Held:
+    def described(self) -> Held:
         text = base64.b64decode(self.value or "").decode(errors="replace")
-        return read_entry(self.owner, text, self.number, waiting)
+        return read_entry(self.owner, text, self.number)
 
 
 def _session_ttl_min(config: AliasConfig) -> float:
@@ -276,10 +279,16 @@ def _entries(results: Iterable[Mapping[str, Any]] | None, folder: str = "") -> l
 
 
 def _place(queue: Sequence[_Entry], owner: str) -> Place | None:
-    for ahead, each in zip([None, *queue], queue, strict=False):
+    for count, each in enumerate(queue):
         if each.owner == owner:
-            return Place(each.number, ahead, queue[0].described())
+            before = _in_the_way(queue[:count], each.described().shared)
+            return Place(each.number, before[-1] if before else None, queue[0].described())
     return None
+
+
+def _in_the_way(queue: Sequence[_Entry], shared: bool) -> list[_Entry]:
+    """Return the entries that exclude a reader, if `shared`, or a writer."""
+    return [each for each in queue if not (shared and each.described().shared)]
 
 
 def _message(answer: Answer) -> str:

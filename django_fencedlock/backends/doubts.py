@@ -27,6 +27,8 @@ class Doubts:
     def __init__(self) -> None:
         #: By owner id: the session of each acquire that began and each grant.
         self.owners: dict[str, Any] = {}
+        #: Those of them that are readers.
+        self.readers: set[str] = set()
         #: Owners whose entry may be made again by a late copy of their request.
         self.repeated: set[str] = set()
         #: By owner id: former owners to be released again, with the name, and until when.
@@ -34,8 +36,10 @@ class Doubts:
         #: Those that are released at this moment.
         self.leaving: set[str] = set()
 
-    def begin(self, owner: str) -> None:
+    def begin(self, owner: str, shared: bool) -> None:
         """Note an owner before its first request is sent."""
+        if shared:
+            self.readers.add(owner)
         self.owners.setdefault(owner)
         # In this order: tidy() looks for the owner once it has noted that it releases it.
         while owner in self.leaving:
@@ -50,6 +54,7 @@ class Doubts:
             self.late[owner] = name, clock() + LATE
         self.repeated.discard(owner)
         self.owners.pop(owner, None)
+        self.readers.discard(owner)
 
     def find_strays(self, found: Mapping[str, str], before: set[str]) -> set[str]:
         """Return owners of entries that nothing here owns; those seen `before` are released."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +9,11 @@ from typing import Any
 
 from ..conf import AliasConfig, Problem
 from ..problems import ok
+from .etcd_json import READERS, decode, encode, entries_of, message_of, ranged, read_first, refused
 from .http import Answer, HttpNodes, NodesFailed
 from .http_settings import TLS_OPTIONS, credentials, location_problems
 from .interface import Claim, Held
-from .places import Place, SessionGone, Watch, describe_claim, read_entry
+from .places import Place, SessionGone, Watch, describe_claim, read_queue
 from .queued import QueuedBackend
 
 PORT = 2379
@@ -27,12 +27,6 @@ LOOKED_UP = 100
 LARGE = 0.8 * 2 * 1024**3
 #: What ends an alarm because of it.
 NO_SPACE = "Compact and defragment etcd, then disarm the alarm"
-#: What to do about a refused request, by a part of its message.
-REMEDIES = {
-    "user name is empty": "LOCATION needs a user: 'https://user:password@host:2379'",
-    "invalid user ID or password": "Correct the user and password in LOCATION",
-    "permission denied": "Grant the user's role readwrite for the keys of KEY_PREFIX",
-}
 #: Revisions after which etcd's history should have been compacted once.
 MANY = 100_000
 
@@ -46,6 +40,7 @@ class EtcdBackend(QueuedBackend):
     """
 
     label = "etcd"
+    supports_shared = True
     errors = (NodesFailed,)
     option_names = frozenset({"TIMEOUT", *TLS_OPTIONS})
     shortest, longest = 2.0, 9e9
@@ -77,64 +72,72 @@ class EtcdBackend(QueuedBackend):
     def end(self, session: int) -> None:
         self._ask("lease/revoke", {"ID": session}, "lease not found")
 
-    # Entries are keys: the lock's name, and the owner's id.
+    # Entries are keys: the lock's name, and the owner's id. Those of readers come before those of
+    # writers, so that the keys of all writers are a range.
 
-    def _key(self, name: str, owner: str = "") -> str:
-        return f"{self._prefix}{name}\0{owner}"
+    def _key(self, name: str, owner: str = "", shared: bool = False) -> str:
+        return f"{self._prefix}{name}\0{READERS * shared}{owner}"
 
-    def _queue_of(self, name: str, order: str, **more: Any) -> dict[str, Any]:
+    def _range_of(self, name: str, writers: bool) -> dict[str, str]:
+        start = self._key(name)
+        return {
+            "key": encode(f"{start}\1" if writers else start),
+            "range_end": encode(f"{start[:-1]}\1"),
+        }
+
+    def _queue_of(self, name: str, order: str, writers: bool = False, **more: Any) -> Any:
         """Return a request for a lock's entries, in the order of their creation."""
-        first = self._key(name)
-        whole = {"key": _encode(first), "range_end": _encode(f"{first[:-1]}\1")}
-        return {**whole, "sort_target": "CREATE", "sort_order": order, **more}
+        wanted = self._range_of(name, writers)
+        return ranged({**wanted, "sort_target": "CREATE", "sort_order": order, **more})
 
     def enter(self, session: int, claim: Claim, alone: bool) -> Place | Held:
-        own = _encode(self._key(claim.name, claim.owner))
-        whole = self._queue_of(claim.name, "NONE")
-        tested = {key: whole[key] for key in ("key", "range_end")} if alone else {"key": own}
-        put = {"key": own, "value": _encode(describe_claim(claim)), "lease": session}
-        last_two = self._queue_of(claim.name, "DESCEND", limit=2, keys_only=True)
-        first = self._queue_of(claim.name, "ASCEND", limit=1)
+        name, shared = claim.name, claim.shared
+        own = encode(self._key(name, claim.owner, shared))
+        absent = [{"key": own}, self._range_of(name, shared)][: 1 + alone]
+        put = {"key": own, "value": encode(describe_claim(claim)), "lease": session}
+        ahead = self._queue_of(name, "DESCEND", shared, limit=1, keys_only=True)
+        first = self._queue_of(name, "ASCEND", limit=1)
         request = {
-            "compare": [{**tested, "target": "CREATE", "create_revision": "0"}],
-            "success": [{"request_put": put}] + [_range(last_two)] * (not alone),
-            "failure": [_range({"key": own, "keys_only": True}), _range(first)],
+            "compare": [{**each, "target": "CREATE", "create_revision": "0"} for each in absent],
+            "success": [ahead, {"request_put": put}],
+            "failure": [ranged({"key": own, "keys_only": True}), first],
         }
         answer = self._send("kv/txn", request)
         if answer.status != 200:
-            if "requested lease not found" in _message(answer):
+            if "requested lease not found" in message_of(answer):
                 raise SessionGone
-            raise _refused(answer)
-        found = [_entries(each) for each in answer.body["responses"]]
+            raise refused(answer)
+        found = [entries_of(each) for each in answer.body["responses"]]
         if not answer.body.get("succeeded"):
             entries, firsts = found
             # Its own entry: the request was sent before.
             number, is_repeated = int(entries[0]["create_revision"]) if entries else 0, True
-            held = _held(firsts)
+            held = read_first(firsts)
         else:
             number, is_repeated = int(answer.body["header"]["revision"]), answer.is_repeated
             held = Held()
-            if alone or len(found[1]) == 1:
+            if not found[0]:
                 return Place(number, None, held, is_repeated)
         place = self.look(claim.name, claim.owner, number) if number else None
         return place._replace(is_repeated=is_repeated) if place else held
 
     def look(self, name: str, owner: str, number: int) -> Place | None:
-        own = _encode(self._key(name, owner))
+        shared = owner in self._doubts.readers
+        own = encode(self._key(name, owner, shared))
         before = self._queue_of(
-            name, "DESCEND", limit=1, keys_only=True, max_create_revision=number - 1
+            name, "DESCEND", shared, limit=1, keys_only=True, max_create_revision=number - 1
         )
         answer = self._ask(
             "kv/txn",
             {
                 "compare": [{"key": own, "target": "CREATE", "create_revision": number}],
-                "success": [_range(before), _range(self._queue_of(name, "ASCEND", limit=1))],
+                "success": [before, self._queue_of(name, "ASCEND", limit=1)],
             },
         )
         if not answer.get("succeeded"):
             return None
-        ahead, first = map(_entries, answer["responses"])
-        return Place(number, ahead[0]["key"] if ahead else None, _held(first))
+        ahead, first = map(entries_of, answer["responses"])
+        return Place(number, ahead[0]["key"] if ahead else None, read_first(first))
 
     def watch(self, name: str, owner: str, place: Place, watch: Watch) -> None:
         # Without start_revision: etcd serves a watch from a past revision every 100 ms only.
@@ -154,28 +157,46 @@ class EtcdBackend(QueuedBackend):
                 return
 
     def leave(self, name: str, owner: str) -> bool | None:
-        answer = self._send("kv/deleterange", {"key": _encode(self._key(name, owner))})
+        keys = [encode(self._key(name, owner, shared)) for shared in (False, True)]
+        if owner in self._doubts.owners:
+            key = keys[owner in self._doubts.readers]
+            answer = self._send("kv/deleterange", {"key": key})
+        else:
+            # The kind isn't known: it is another process's owner, or a former one.
+            both = [{"request_delete_range": {"key": key}} for key in keys]
+            answer = self._send("kv/txn", {"success": both})
         if answer.status != 200:
-            raise _refused(answer)
-        return int(answer.body.get("deleted", 0)) > 0 or (None if answer.is_repeated else False)
+            raise refused(answer)
+        parts = [each["response_delete_range"] for each in answer.body.get("responses", ())]
+        was_there = any(int(each.get("deleted", 0)) for each in [answer.body, *parts])
+        return was_there or (None if answer.is_repeated else False)
 
     def entries(self, session: int, names: Mapping[str, str]) -> Mapping[str, str]:
         answer = self._ask("lease/timetolive", {"ID": session, "keys": True})
-        keys = (_decode(key)[len(self._prefix) :] for key in answer.get("keys", []))
-        parts = (key.rpartition("\0") for key in keys)
-        return {owner: name for name, _, owner in parts}
+        keys = (decode(key)[len(self._prefix) :] for key in answer.get("keys", []))
+        parts = (key.partition("\0") for key in keys)
+        return {owner.removeprefix(READERS): name for name, _, owner in parts}
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
         found: dict[str, Held] = {}
         with self._asking("look up locks"):
             for start in range(0, len(names), LOOKED_UP):
-                some = names[start : start + LOOKED_UP]
-                asked = [_range(self._queue_of(name, "ASCEND", limit=1)) for name in some]
-                answer = self._ask("kv/txn", {"success": asked})
-                for name, each in zip(some, answer["responses"], strict=True):
-                    if first := _entries(each):
-                        count = int(each["response_range"].get("count", 1))
-                        found[name] = _held(first)._replace(waiting=count - 1)
+                firsts = self._holders(names[start : start + LOOKED_UP], limit=1)
+                found |= {name: held for name, held in firsts.items() if not held.shared}
+                # Of a lock with readers, all entries: they tell who else reads.
+                if read := [name for name in firsts if name not in found]:
+                    found |= self._holders(read)
+        return found
+
+    def _holders(self, names: Sequence[str], **more: Any) -> dict[str, Held]:
+        answer = self._ask(
+            "kv/txn", {"success": [self._queue_of(name, "ASCEND", **more) for name in names]}
+        )
+        found = {}
+        for name, each in zip(names, answer["responses"], strict=True):
+            if entries := entries_of(each):
+                count = int(each["response_range"].get("count", 1))
+                found[name] = read_queue([read_first([entry]) for entry in entries], count)
         return found
 
     # Requests
@@ -183,9 +204,9 @@ class EtcdBackend(QueuedBackend):
     def _ask(self, what: str, body: object, allowed: str = "") -> Any:
         """Return the answer's body; raise for an error other than `allowed`."""
         answer = self._send(what, body)
-        if answer.status == 200 or (allowed and allowed in _message(answer)):
+        if answer.status == 200 or (allowed and allowed in message_of(answer)):
             return answer.body
-        raise _refused(answer)
+        raise refused(answer)
 
     def _send(self, what: str, body: object) -> Answer:
         try:
@@ -195,7 +216,7 @@ class EtcdBackend(QueuedBackend):
                 login = {"name": name, "password": password}
                 given = self._nodes.ask("POST", "/v3/auth/authenticate", login)
                 if given.status != 200:
-                    raise _refused(given)
+                    raise refused(given)
                 self._nodes.headers["Authorization"] = given.body["token"]
                 before = answer.is_repeated
                 answer = self._nodes.ask("POST", f"/v3/{what}", body)
@@ -215,7 +236,7 @@ class EtcdBackend(QueuedBackend):
         if "Authorization" not in self._nodes.headers:
             # What it says to a client certificate without a name.
             found.append("permission denied")
-        return answer.status != 200 and any(text in _message(answer) for text in found)
+        return answer.status != 200 and any(text in message_of(answer) for text in found)
 
     # Problems
 
@@ -244,48 +265,12 @@ class EtcdBackend(QueuedBackend):
             what = f"{where} has {size / 2**20:.0f} MiB; at 2048 by default, it refuses all writes."
             yield Problem("W050", what, "Compact and defragment it, or raise quota-backend-bytes.")
         # It says as well whether the user has the permission.
-        answer = self._send("kv/range", {"key": _encode(self._prefix), "revision": 1})
-        is_compacted = "compacted" in _message(answer)
+        answer = self._send("kv/range", {"key": encode(self._prefix), "revision": 1})
+        is_compacted = "compacted" in message_of(answer)
         if answer.status != 200 and not is_compacted:
-            raise _refused(answer)
+            raise refused(answer)
         if (newest := int(status["header"]["revision"])) > MANY and not is_compacted:
             what = (
                 f"{where} was never compacted in {newest:,} revisions: each lock leaves 231 bytes."
             )
             yield Problem("W051", what, "Start it with --auto-compaction-retention=1h.")
-
-
-def _encode(text: str) -> str:
-    return base64.b64encode(text.encode()).decode()
-
-
-def _decode(text: str) -> str:
-    return base64.b64decode(text).decode()
-
-
-def _range(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    return {"request_range": wanted}
-
-
-def _entries(response: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the keys of one response of a transaction."""
-    return list(response.get("response_range", {}).get("kvs", []))
-
-
-def _held(first: Sequence[Mapping[str, str]]) -> Held:
-    if not first:
-        return Held()
-    owner = _decode(first[0]["key"]).rpartition("\0")[2]
-    return read_entry(owner, _decode(first[0].get("value", "")), int(first[0]["create_revision"]))
-
-
-def _message(answer: Answer) -> str:
-    body = answer.body
-    return str(body.get("message") or body.get("error") if isinstance(body, dict) else body)
-
-
-def _refused(answer: Answer) -> NodesFailed:
-    if answer.status == 404:
-        return NodesFailed("it has no JSON gateway: etcd 3.4 or newer, and enable-grpc-gateway")
-    what = f"{_message(answer)} (status {answer.status})"
-    return NodesFailed(". ".join([what, *(REMEDIES[each] for each in REMEDIES if each in what)]))

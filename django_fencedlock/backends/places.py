@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from .interface import Claim, Held
+
+#: The mark of a reader's entry. A writer's is 1 if its number is a token, and else 0.
+READER = "s"
 
 
 class SessionGone(Exception):
@@ -18,7 +22,8 @@ class Place(NamedTuple):
 
     #: The service's number of the entry: it rises from entry to entry, whatever their locks.
     number: int
-    #: What the service knows the entry before it by; None for the first, which has the lock.
+    #: What the service knows the nearest entry before it by that excludes it; None if it has the
+    #: lock.
     ahead: Any
     #: The first entry of the queue.
     first: Held
@@ -27,13 +32,21 @@ class Place(NamedTuple):
 
 
 def describe_claim(claim: Claim) -> str:
-    """Return what is stored in an entry: whether the lock is fenced, and who the owner is."""
-    return f"{int(claim.fenced)}{claim.identity}"
+    """Return what is stored in an entry: the mark of its kind, and who the owner is."""
+    return f"{READER if claim.shared else int(claim.fenced)}{claim.identity}"
 
 
-def read_entry(owner: str, text: str, number: int, waiting: int | None = None) -> Held:
+def read_entry(owner: str, text: str, number: int) -> Held:
     """Describe the owner of an entry."""
-    return Held(owner, text[1:], number if text[:1] == "1" else None, waiting=waiting)
+    mark = text[:1]
+    return Held(owner, text[1:], number if mark == "1" else None, shared=mark == READER)
+
+
+def read_queue(entries: Sequence[Held], count: int) -> Held:
+    """Describe the holders of a lock by the first entries of its queue, which has `count`."""
+    readers = takewhile(lambda entry: entry.shared, entries)
+    first, *others = tuple(readers) or entries[:1]
+    return first._replace(others=tuple(others), waiting=count - 1 - len(others))
 
 
 class Watch:

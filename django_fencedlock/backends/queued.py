@@ -1,4 +1,4 @@
-"""Locks as queues: each owner has an entry of its own, and the first entry has the lock."""
+"""Locks as queues: each owner has an entry of its own, and the first ones have the lock."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class QueuedBackend(Backend):
     """
     The recipe for services with sessions, whose entries are gone when their session ends.
 
-    A process has one session for each ttl. Each waiter watches the entry before its own. The
-    number of an entry is the token. The service may get a request twice, or late.
+    A process has one session for each ttl. A writer has the lock if no entry is before its own, a
+    reader if no writer's is. Each waiter watches the nearest such entry. The number of a writer's
+    entry is its token. The service may get a request twice, or late.
     """
 
     supports_waiting = True
@@ -75,8 +76,9 @@ class QueuedBackend(Backend):
         """
         Add the owner's entry to the queue, unless it has one, or raise `SessionGone`.
 
-        If it is to be `alone` and the queue isn't empty, add nothing, and return who is first. A
-        service whose `entries()` can't find strays looks first: a late copy may add the entry.
+        If it is to be `alone` and the queue has an entry that excludes it, add nothing, and return
+        who is first. A service whose `entries()` can't find strays looks first: a late copy may
+        add the entry.
         """
 
     @abstractmethod
@@ -85,7 +87,7 @@ class QueuedBackend(Backend):
 
     @abstractmethod
     def watch(self, name: str, owner: str, place: Place, watch: Watch) -> None:
-        """Return once the entry before may be gone, or after `watch.seconds`."""
+        """Return once the entry ahead may be gone, or after `watch.seconds`."""
 
     @abstractmethod
     def leave(self, name: str, owner: str) -> bool | None:
@@ -116,7 +118,7 @@ class QueuedBackend(Backend):
             raise ValueError(f"{what} have at most {self.longest:g} s. Use a shorter ttl.")
         answer, watch = None, Watch()
         wait.on_cancel(watch.stop)
-        self._doubts.begin(claim.owner)
+        self._doubts.begin(claim.owner, claim.shared)
         try:
             with self._asking("acquire", claim.name):
                 answer = self._queue(claim, wait, watch)
@@ -152,7 +154,8 @@ class QueuedBackend(Backend):
                     self._doubts.repeated.add(claim.owner)
             while found is not None:
                 if found.ahead is None:
-                    return Granted(found.number, session.since, Entry(session, found.number))
+                    token = None if claim.shared else found.number
+                    return Granted(token, session.since, Entry(session, found.number))
                 held = found.first
                 wait.refused(held)
                 if not wait.left:

@@ -6,10 +6,11 @@ import contextlib
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cmp_to_key, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from django.core.exceptions import ImproperlyConfigured
 
@@ -24,8 +25,9 @@ from ..conf import AliasConfig, Problem
 from ..core.runtime import clock
 from .http_settings import TLS_OPTIONS
 from .interface import Claim, Held
-from .places import Place, SessionGone, Watch, describe_claim, read_entry
+from .places import Place, SessionGone, Watch, describe_claim, read_entry, read_queue
 from .queued import QueuedBackend
+from .zookeeper_nodes import in_the_way, is_reader, owner_of, queue_of, write_node
 from .zookeeper_session import PAUSE, Broken, Errors, KazooSession, TimeoutIsShort
 from .zookeeper_settings import USER_OPTIONS, read_location, server_problems, settings_problems
 
@@ -51,6 +53,7 @@ class ZooKeeperBackend(QueuedBackend):
     """
 
     label = "zookeeper"
+    supports_shared = True
     errors = Errors
     option_names = frozenset({"TIMEOUT", *USER_OPTIONS, *TLS_OPTIONS})
 
@@ -113,14 +116,15 @@ class ZooKeeperBackend(QueuedBackend):
         session_of_kazoo: KazooSession = found.id
         return session_of_kazoo
 
-    # Entries are nodes: the lock's name, the owner's id, and a number that ZooKeeper adds.
+    # Entries are nodes: the lock's name, the kind, the owner's id, and ZooKeeper's number.
 
     def _parent(self, name: str) -> str:
         return f"{self._root}/{zlib.crc32(name.encode()) % PARENTS:02x}"
 
     def enter(self, session: KazooSession, claim: Claim, alone: bool) -> Place | Held:
         name, parent = claim.name, self._parent(claim.name)
-        path, text = f"{parent}/{write_node(name, claim.owner)}", describe_claim(claim).encode()
+        path = f"{parent}/{write_node(name, claim.owner, claim.shared)}"
+        text = describe_claim(claim).encode()
         flags = {"ephemeral": True, "sequence": True, "include_data": True}
         create = partial(session.kazoo.create_async, path, text, **flags)
         list_all = partial(session.children, parent)
@@ -129,7 +133,7 @@ class ZooKeeperBackend(QueuedBackend):
         is_repeated = self._nodes.pop(claim.owner, None) is not None
         # A list may be old. An empty one does no harm: the claim's own node is compared with all.
         if alone and not is_repeated:
-            is_repeated = bool(queue_of(name, session.ask(list_all)[0]))
+            is_repeated = bool(in_the_way(queue_of(name, session.ask(list_all)[0]), claim))
         while True:
             if is_repeated:
                 queue = self._queues(session, [name])[name]
@@ -139,7 +143,7 @@ class ZooKeeperBackend(QueuedBackend):
                         return self._entered(
                             claim, Node(session, path, found[1].czxid), queue, alone
                         )
-                elif alone and queue:
+                elif alone and in_the_way(queue, claim):
                     return self._first(session, name, queue)
             try:
                 made, nodes = session.send(create, list_all)
@@ -167,10 +171,13 @@ class ZooKeeperBackend(QueuedBackend):
         parent, _, own = node.path.rpartition("/")
         if own not in queue:
             return None
-        if own == queue[0]:
+        before = queue[: queue.index(own)]
+        if is_reader(own):
+            before = [each for each in before if not is_reader(each)]
+        if not before:
             return Place(node.number, None, Held())
-        ahead = f"{parent}/{queue[queue.index(own) - 1]}"
-        return Place(node.number, ahead, self._first(node.session, name, queue))
+        first = self._first(node.session, name, queue)
+        return Place(node.number, f"{parent}/{before[-1]}", first)
 
     def look(self, name: str, owner: str, number: int) -> Place | None:
         node = self._nodes.get(owner)
@@ -220,7 +227,7 @@ class ZooKeeperBackend(QueuedBackend):
         with self._asking("look up locks"):
             session = self._any_session()
             queues = self._queues(session, names)
-            return self._firsts(session, {name: each for name, each in queues.items() if each})
+            return self._describe(session, {name: each for name, each in queues.items() if each})
 
     def _queues(self, session: KazooSession, names: Sequence[str]) -> dict[str, list[str]]:
         """Return the nodes of locks. What was done before at other servers is seen."""
@@ -231,17 +238,26 @@ class ZooKeeperBackend(QueuedBackend):
         return {name: queue_of(name, nodes[self._parent(name)]) for name in names}
 
     def _first(self, session: KazooSession, name: str, queue: list[str]) -> Held:
-        found = self._firsts(session, {name: queue})
-        return found.get(name, Held(owner_of(queue[0])))
+        found = self._describe(session, {name: queue[:1]})
+        return found.get(name, Held(owner_of(queue[0]), shared=is_reader(queue[0])))
 
-    def _firsts(self, session: KazooSession, queues: Mapping[str, list[str]]) -> dict[str, Held]:
-        """Return the first owner of each queue, unless its node was deleted meanwhile."""
-        answers = session.get(*(f"{self._parent(name)}/{each[0]}" for name, each in queues.items()))
-        return {
-            name: read_entry(owner_of(queue[0]), data[0].decode(), data[1].czxid, len(queue) - 1)
-            for (name, queue), data in zip(queues.items(), answers, strict=True)
-            if data
+    def _describe(self, session: KazooSession, queues: Mapping[str, list[str]]) -> dict[str, Held]:
+        """Return the holders of each lock, unless their nodes were deleted meanwhile."""
+        firsts = {
+            name: list(takewhile(is_reader, queue)) or queue[:1] for name, queue in queues.items()
         }
+        paths = [f"{self._parent(name)}/{each}" for name, nodes in firsts.items() for each in nodes]
+        answers, found = iter(session.get(*paths)), {}
+        for name, nodes in firsts.items():
+            entries = [
+                read_entry(owner_of(node), data[0].decode(), data[1].czxid)
+                for node in nodes
+                if (data := next(answers))
+            ]
+            if entries:
+                gone = len(nodes) - len(entries)
+                found[name] = read_queue(entries, len(queues[name]) - gone)
+        return found
 
     # Problems
 
@@ -260,24 +276,3 @@ class ZooKeeperBackend(QueuedBackend):
         except self.errors as exc:
             remedy = "Start the servers, or correct the settings of the alias."
             yield Problem("E013", str(self.unavailable("answer", exc)), remedy)
-
-
-def write_node(name: str, owner: str) -> str:
-    # ZooKeeper's number may be negative: "-" as the separator would be taken for its sign.
-    return f"{quote(name, safe='')}!{quote(owner, safe='')}_"
-
-
-def owner_of(node: str) -> str:
-    return unquote(node.rpartition("_")[0].rpartition("!")[2])
-
-
-def queue_of(name: str, nodes: Iterable[str] | None) -> list[str]:
-    """Return the nodes of a lock in the order of their creation."""
-    mark = f"{quote(name, safe='')}!"
-    return sorted((node for node in nodes or () if node.startswith(mark)), key=cmp_to_key(_compare))
-
-
-def _compare(one: str, other: str) -> int:
-    """Compare the numbers of two nodes. They have 32 bits, and wrap."""
-    ahead = (int(one.rpartition("_")[2]) - int(other.rpartition("_")[2])) & 0xFFFFFFFF
-    return ahead - (1 << 32) if ahead >> 31 else ahead
