@@ -35,8 +35,7 @@ class MySQLLedger(SharedLedger):
     expiry = "UTC_TIMESTAMP(6) + INTERVAL %(micros)s MICROSECOND"
     begin = "BEGIN"
     insert_or_ignore = "INSERT IGNORE"
-    # IGNORE alone locks a live row, and the renewals of that row leave it out. The UPDATE that
-    # follows unlocks at once what it doesn't change (under READ COMMITTED).
+    # IGNORE alone locks a live row, and the renewals of that row leave it out.
     if_absent = (
         f"SELECT {{}} FROM DUAL WHERE NOT EXISTS (SELECT 1 FROM {HELD} x "
         "WHERE x.name = %(name)s AND x.slot = %(slot)s)"
@@ -86,6 +85,16 @@ class MySQLLedger(SharedLedger):
                     raise
             time.sleep(random.uniform(0, PAUSE))
         raise AssertionError("unreachable")
+
+    def _overwrite(self, cursor: Any, given: dict[str, Any], condition: str = "") -> bool:
+        if condition:
+            # The UPDATE finds the row by a second index, and keeps it locked until the transaction
+            # ends, also if it changes nothing: the holder's renewal would wait.
+            where = f"name = %(name)s AND slot = %(slot)s{condition}"
+            cursor.execute(f"SELECT 1 FROM {HELD} WHERE {where}", given)
+            if cursor.fetchone() is None:
+                return False
+        return super()._overwrite(cursor, given, condition)
 
     def values(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
         values = entry.values()
