@@ -56,7 +56,8 @@ def redis_registered(redis: Redis, postgres: Postgres) -> Once:
     owners: list[str] = []
 
     def record(name: str, token: int, owner: str) -> None:
-        given = {**_row(name, "raw-redis"), **seen_values(None), "token": token, "owner": owner}
+        given = {**_row(name, "raw-redis"), **seen_values(None), "token": token}
+        given.update(owner=owner, fence_owner=owner)
         cursor.execute(RECORD, given, prepare=True)
         names.append(given["name"])
         owners.append(owner)
@@ -182,12 +183,14 @@ def _cursor(postgres: Postgres) -> Any:
 
 def _row(name: str, alias: str) -> dict[str, Any]:
     from django_fencedlock.core.identity import new_owner
-    from django_fencedlock.storage.dialect import Entry
+    from django_fencedlock.storage.dialect import Entry, new_id
 
     if not _rows:
         entry = Entry(name="", alias="", backend="raw", owner=new_owner(), ttl=30)
         _rows.update(entry.values(), ttl=30.0)
-    return {**_rows, "name": f"raw:{name}", "alias": alias, "owner": uuid4().hex}
+    owner = uuid4().hex
+    lock = {"name": f"raw:{name}", "alias": alias, "owner": owner, "fence_owner": owner}
+    return {**_rows, "id": new_id(), **lock}
 
 
 _rows: dict[str, Any] = {}

@@ -87,6 +87,7 @@ class TestCollations:
             "tests_seat": ["row"],
             "tests_ticket": ["code"],
             "tests_depot": ["town"],
+            "tests_bin": ["code"],
         }
         assert found == {
             f"Column {column!r} of {table!r}" for table in columns for column in columns[table]

@@ -91,10 +91,6 @@ def transfer(source: int, target: int) -> int:
     return source
 
 
-@single_instance(lambda task, arguments: [f"row:{pk}" for pk in arguments["pks"]])
-def rebuild(pks: list[int]) -> None: ...
-
-
 def calls() -> None:
     assert_type(build(7, fresh=True), str)
     download: Coroutine[Any, Any, bytes] = fetch("x")
