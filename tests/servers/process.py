@@ -38,12 +38,12 @@ def free_port(besides: int = 0) -> int:
     """
     Return a free loopback port. The port `besides` above it is also free.
 
-    It lies below the ephemeral range: otherwise an outgoing connection could take the port while
+    Both lie below the ephemeral range: otherwise an outgoing connection could take the port while
     its server is being restarted. And not from random: pytest-randomly gives every xdist worker
     the same seed.
     """
     while True:
-        port = 15000 + secrets.randbelow(17000)
+        port = 15000 + secrets.randbelow(17000 - besides)
         with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
             one.bind(("127.0.0.1", port))
             if besides:
